@@ -1,0 +1,158 @@
+"""What a recipe may say: one typed section for each component, unknown keys refused.
+
+A recipe is the only description of a run. Defaults here suit one GPU and the embedded model; `recipes/` holds named ones.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+PositiveInt = Annotated[int, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class ModelSection(Section):
+    """Which backbone to route."""
+
+    name: str = Field("smollm2-135m", description="Hub id, local folder, or smollm2-135m (embedded)")
+    revision: str | None = Field(None, description="Hub revision: branch, tag or commit")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="backbone weights and compute; auto = bfloat16 on a GPU, float32 on a CPU"
+    )
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = Field(
+        "auto", description="attention implementation of the backbone; auto = what the backbone prefers"
+    )
+
+
+class DataSection(Section):
+    """What text the routers learn from."""
+
+    source: str | tuple[str, ...] = Field(
+        "stdlib", description="Hub id, local files or globs (.jsonl[.gz], .txt, .parquet), self, or stdlib"
+    )
+    subset: str | None = Field(None, description="configuration name of a Hub data set")
+    split: str = Field("train", description="split of a Hub data set")
+    text_field: str = Field("text", description="field that holds the text")
+    sequence_length: PositiveInt = Field(1024, description="tokens in one training sequence")
+    packing: Literal["concat", "sample"] = Field(
+        "concat", description="concat = documents joined and cut; sample = one document a sequence, padded"
+    )
+    max_tokens: PositiveInt | None = Field(
+        None, description="tokens to prepare; default: what the steps need, up to the next power of two"
+    )
+    validation: str | None = Field(
+        "pydoc-topics", description="held-out text whose perplexity is reported before and after; null = none"
+    )
+
+
+class LayerSection(Section):
+    """What one layer does differently from the plan."""
+
+    parts: Literal["all", "attention", "ffn", "none"] | None = None
+    attention_group_size: PositiveInt | None = None
+    ffn_group_size: PositiveInt | None = None
+
+
+class RoutingSection(Section):
+    """What a token may skip and how the routers start."""
+
+    mode: Literal["wide", "token", "layer"] = Field(
+        "wide", description="wide = groups; token = one group a part (SkipGPT's scheme); layer = one decision a layer"
+    )
+    parts: Literal["all", "attention", "ffn"] = Field("all", description="which parts of a layer are routed")
+    attention_group_size: PositiveInt | None = Field(
+        None, description="query heads in a group; default: one GQA group (query heads / KV heads)"
+    )
+    ffn_group_size: PositiveInt = Field(64, description="intermediate channels in a group (multiple of 16)")
+    rank: PositiveInt = Field(32, description="bottleneck of the router")
+    tap: Literal["residual", "normalised"] = Field("residual", description="what the router reads")
+    warm_start: Literal["closed_form", "random"] = Field("closed_form", description="how the routers start")
+    warm_start_tokens: PositiveInt = Field(65536, description="tokens behind the closed form")
+    layers: dict[int, LayerSection] = Field(default_factory=dict, description="per-layer overrides")
+
+
+class BudgetSection(Section):
+    """How much to skip, and how that is counted."""
+
+    kind: Literal["rate", "parts", "uniform", "flops"] = Field(
+        "rate",
+        description="rate = mean of both parts' skip rates; parts = a target a part; "
+        "uniform = every layer meets the target; flops = share of the prunable FLOPs",
+    )
+    sparsity: Fraction = Field(0.5, description="target for rate, uniform and flops")
+    attention: Fraction | None = Field(None, description="target of the attention part (kind = parts)")
+    ffn: Fraction | None = Field(None, description="target of the FFN part (kind = parts)")
+    weight: Annotated[float, Field(ge=0.0)] = Field(20.0, description="weight of the budget term in the loss")
+
+    @model_validator(mode="after")
+    def _targets_match_kind(self) -> BudgetSection:
+        named = self.attention is not None or self.ffn is not None
+        if self.kind == "parts" and not named:
+            raise ValueError("budget.kind=parts needs budget.attention or budget.ffn (or both)")
+        if self.kind != "parts" and named:
+            raise ValueError(f"budget.attention and budget.ffn need budget.kind=parts, not {self.kind}")
+        return self
+
+
+class TrainSection(Section):
+    """The optimisation."""
+
+    steps: Annotated[int, Field(ge=0)] = Field(300, description="optimiser steps; 0 = the warm start alone")
+    batch_size: PositiveInt = Field(32, description="sequences in a step")
+    micro_batch_size: PositiveInt | None = Field(
+        None, description="sequences in one forward; default: halved on out-of-memory until it fits"
+    )
+    learning_rate: Annotated[float, Field(gt=0)] = Field(2e-3, description="peak, reached after the warm-up")
+    warmup_ratio: Fraction = Field(0.1, description="share of the steps with a rising learning rate")
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    temperature_start: Annotated[float, Field(gt=0)] = Field(5.0, description="Gumbel-softmax temperature, first step")
+    temperature_end: Annotated[float, Field(gt=0)] = Field(0.5, description="Gumbel-softmax temperature, last step")
+    seed: Annotated[int, Field(ge=0)] = 0
+    compile: bool = Field(False, description="torch.compile each decoder layer")
+    activation_checkpointing: bool = Field(False, description="recompute layers in the backward pass: less memory")
+    save_every: PositiveInt = Field(100, description="steps between checkpoints")
+
+
+class EvalSection(Section):
+    """What is measured, and under which protocol."""
+
+    tasks: tuple[str, ...] = Field((), description="lm-eval task names; paper = the paper's seven")
+    limit: PositiveInt | None = Field(None, description="documents a task; default: all")
+    batch_size: PositiveInt | Literal["auto"] = "auto"
+    max_length: PositiveInt = Field(2048, description="longest sequence scored, tokens")
+    data_root: str | None = Field(None, description="folder with data sets under their Hub ids, read instead of the Hub")
+    perplexity: tuple[str, ...] = Field(
+        ("pydoc-topics",), description="texts for token perplexity: wikitext2, pydoc-topics, or a text file"
+    )
+    perplexity_windows: PositiveInt | None = Field(None, description="windows a text; default: all")
+
+
+class TrackSection(Section):
+    """Where a run is recorded."""
+
+    wandb: Literal["auto", "online", "offline", "off"] = Field(
+        "auto", description="auto = online if logged in, else off"
+    )
+    project: str = "wide"
+    run_dir: str | None = Field(None, description="default: runs/<command>-<name>")
+
+
+class Recipe(Section):
+    """Everything a run depends on."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    routing: RoutingSection = RoutingSection()
+    budget: BudgetSection = BudgetSection()
+    train: TrainSection = TrainSection()
+    eval: EvalSection = EvalSection()
+    track: TrackSection = TrackSection()
