@@ -140,7 +140,7 @@ class TrackSection(Section):
     """Where a run is recorded."""
 
     wandb: Literal["auto", "online", "offline", "off"] = Field(
-        "auto", description="auto = online if logged in, else off"
+        "auto", description="auto = online if logged in, else offline, else off"
     )
     project: str = "wide"
     run_dir: str | None = Field(None, description="default: runs/<command>-<name>")
