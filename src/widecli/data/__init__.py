@@ -1,0 +1,1 @@
+"""Text to token sequences: sources, packing, cache, order."""

@@ -1,0 +1,1 @@
+"""Routing on top of a Hugging Face causal LM."""

@@ -1,0 +1,1 @@
+"""Recipes: the typed schema and how files, overrides and flags become one."""

@@ -1,6 +1,6 @@
 """What a recipe may say: one typed section for each component, unknown keys refused.
 
-A recipe is the only description of a run. Defaults here suit one GPU and the embedded model; `recipes/` holds named ones.
+A recipe is the only description of a run. Defaults suit one GPU and the embedded model; `recipes/` holds named ones.
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ class EvalSection(Section):
     limit: PositiveInt | None = Field(None, description="documents a task; default: all")
     batch_size: PositiveInt | Literal["auto"] = "auto"
     max_length: PositiveInt = Field(2048, description="longest sequence scored, tokens")
-    data_root: str | None = Field(None, description="folder with data sets under their Hub ids, read instead of the Hub")
+    data_root: str | None = Field(
+        None, description="folder with data sets under their Hub ids, read instead of the Hub"
+    )
     perplexity: tuple[str, ...] = Field(
         ("pydoc-topics",), description="texts for token perplexity: wikitext2, pydoc-topics, or a text file"
     )

@@ -1,0 +1,65 @@
+"""Where a decoder family keeps the modules that routing touches: one table of names.
+
+A family qualifies when its layer is pre-norm with a gated MLP: the two norms read the residual stream, one linear
+layer projects the heads back and one projects the intermediate channels back. To add one, add a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+
+from widecli.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Family:
+    """Attribute paths, relative to the causal LM (first three) and to a decoder layer (the rest)."""
+
+    decoder: str = "model"
+    layers: str = "model.layers"
+    lm_head: str = "lm_head"
+    attention_norm: str = "input_layernorm"
+    ffn_norm: str = "post_attention_layernorm"
+    attention_output: str = "self_attn.o_proj"
+    ffn_output: str = "mlp.down_proj"
+
+
+LLAMA_NAMES = Family()
+
+FAMILIES: dict[str, Family] = {  # keyed by the config's `model_type`; SmolLM and SmolLM2 call themselves llama
+    "llama": LLAMA_NAMES,
+    "mistral": LLAMA_NAMES,
+    "qwen2": LLAMA_NAMES,
+    "qwen3": LLAMA_NAMES,
+    "smollm3": LLAMA_NAMES,
+}
+
+
+def family_of(model: nn.Module) -> Family:
+    """The row for a Hugging Face causal LM. Raises UsageError naming what is missing when there is none."""
+    model_type = str(getattr(cast(Any, model).config, "model_type", "unknown"))
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise UsageError(
+            f"model type {model_type!r} is not supported yet (supported: {', '.join(FAMILIES)}); "
+            f"missing: its row in widecli/model/families.py"
+        )
+    missing = [p for p in (family.decoder, family.layers, family.lm_head) if find(model, p) is None]
+    if not missing:
+        layer = cast(nn.ModuleList, find(model, family.layers))[0]
+        paths = (family.attention_norm, family.ffn_norm, family.attention_output, family.ffn_output)
+        missing = [p for p in paths if find(layer, p) is None]
+    if missing:
+        raise UsageError(f"this {model_type} model lacks the modules that routing needs: {', '.join(missing)}")
+    return family
+
+
+def find(module: nn.Module, path: str) -> nn.Module | None:
+    """The submodule at a dotted path, or None."""
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None

@@ -1,0 +1,250 @@
+"""Routing on top of an unmodified Hugging Face causal LM.
+
+`attach` hangs four hooks on each decoder layer and changes nothing else: a pre-hook on each of the two norms reads the
+residual stream and takes the decision, a pre-hook on `o_proj` and on `down_proj` masks their input group by group.
+Attention, caches, position ids, padding, parameter names and `save_pretrained` stay the backbone's own.
+
+The hooks are module-level functions that find their layer's `Decision` on the hooked module. This keeps them identical
+for all layers, so that compiling one decoder layer (`RoutedModel.compile_layers`) serves every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from widecli.model.families import Family, family_of
+from widecli.model.gate import Gumbel, argmax_gate, gumbel_gate
+from widecli.model.plan import PARTS, LayerPlan, ModelShape, PartName, RoutingPlan
+from widecli.model.router import Router
+from widecli.model.trace import RoutingTrace
+
+_ATTRIBUTE = "wide_decision"
+
+
+class Decision:
+    """One router's decision in the pass that runs now: its inputs (noise, temperature) and its mask [B, T, N]."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self.active = True
+        self.noise: Tensor | None = None
+        self.temperature: Tensor | None = None
+        self.mask: Tensor | None = None
+
+    def take(self, x: Tensor) -> None:
+        """Decide for the residual `x` [B, T, D]."""
+        logits = self.router(x)
+        if self.noise is None or self.temperature is None:
+            self.mask = argmax_gate(logits)
+        else:
+            self.mask = gumbel_gate(logits, self.temperature, self.noise)
+
+
+def _decide(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    decision = cast(Decision, getattr(module, _ATTRIBUTE))
+    if decision.active:
+        decision.take(args[0])
+
+
+def _apply(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor] | None:
+    decision = cast(Decision, getattr(module, _ATTRIBUTE))
+    if not decision.active or decision.mask is None:
+        return None
+    return (mask_groups(args[0], decision.mask),)
+
+
+def mask_groups(x: Tensor, mask: Tensor) -> Tensor:
+    """Zero the skipped groups: x [..., N * size], mask [..., N] -> x's shape. Non-finite values are zeroed too."""
+    grouped = x.reshape(*x.shape[:-1], mask.shape[-1], -1)
+    if mask.dtype == torch.bool:
+        return grouped.masked_fill(~mask.unsqueeze(-1), 0).flatten(-2)
+    return (grouped * mask.unsqueeze(-1).to(x.dtype)).flatten(-2)
+
+
+class RoutedModel:
+    """A causal LM whose tokens choose their groups; calling the backbone itself routes with argmax.
+
+    Attributes: `backbone` (the Hugging Face model), `plan`, `shape`, `layers` (group counts), `routers` (an
+    `nn.ModuleDict` keyed `"<layer>"`, each with the routers of its parts, or `shared` in layer mode).
+    """
+
+    def __init__(self, backbone: nn.Module, plan: RoutingPlan, seed: int = 0) -> None:
+        self.backbone = backbone
+        self.family: Family = family_of(backbone)
+        self.shape = ModelShape.from_config(cast(Any, backbone).config)
+        plan.validate(self.shape)
+        self.plan = plan
+        self.layers: tuple[LayerPlan, ...] = plan.layers(self.shape)
+        self.routers = _build_routers(plan, self.shape, self.layers, seed)
+        self._handles: list[RemovableHandle] = []
+        self._traces: list[RoutingTrace] = []
+        self._valid: Tensor | None = None
+        self._decisions: dict[tuple[int, PartName], Decision] = {}
+        self._install()
+
+    @classmethod
+    def attach(cls, backbone: nn.Module, plan: RoutingPlan, seed: int = 0) -> RoutedModel:
+        """Hang routers with a random start (drawn from `seed`) on `backbone`, on its device. One attachment at a time.
+
+        Attach after PEFT has wrapped the linear layers, so that the adapter sees the masked input too.
+        """
+        return cls(backbone, plan, seed)
+
+    def detach(self) -> None:
+        """Remove every hook; the backbone is as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for module in self.backbone.modules():
+            module.__dict__.pop(_ATTRIBUTE, None)
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The stack of layers, without the LM head."""
+        return self.backbone.get_submodule(self.family.decoder)
+
+    @property
+    def lm_head(self) -> nn.Linear:
+        """The output projection (its weight may be tied to the embedding)."""
+        return cast(nn.Linear, self.backbone.get_submodule(self.family.lm_head))
+
+    def decoder_layers(self) -> nn.ModuleList:
+        """The Hugging Face decoder layers."""
+        return cast(nn.ModuleList, self.backbone.get_submodule(self.family.layers))
+
+    def part_modules(self, layer: nn.Module, part: PartName) -> tuple[nn.Module, nn.Linear]:
+        """The norm that reads a part's residual, and the linear layer whose input the part masks."""
+        names = self.family
+        paths = (names.attention_norm, names.attention_output)
+        if part == "ffn":
+            paths = (names.ffn_norm, names.ffn_output)
+        return layer.get_submodule(paths[0]), cast(nn.Linear, layer.get_submodule(paths[1]))
+
+    @property
+    def total_groups(self) -> int:
+        """Decisions one token takes in all layers together: the width of the noise."""
+        return sum(d.router.groups for d in self._unique_decisions())
+
+    def _unique_decisions(self) -> list[Decision]:
+        return list(dict.fromkeys(self._decisions.values()))
+
+    def _install(self) -> None:
+        decoder = self.decoder
+        if any(_ATTRIBUTE in m.__dict__ for m in decoder.modules()):
+            raise RuntimeError("this backbone already carries routers; detach them first")
+        device = next(decoder.parameters()).device
+        self.routers.to(device)
+        for index, (layer, plan) in enumerate(zip(self.decoder_layers(), self.layers, strict=True)):
+            if plan.attention_groups == plan.ffn_groups == 0:
+                continue
+            routers = cast(nn.ModuleDict, self.routers[str(index)])
+            shared = Decision(cast(Router, routers["shared"])) if plan.shared else None
+            for part in PARTS:
+                if plan.groups(part) == 0:
+                    continue
+                decision = shared or Decision(cast(Router, routers[part]))
+                self._decisions[index, part] = decision
+                norm, output = self.part_modules(layer, part)
+                if part == "attention" or not plan.shared:
+                    self._hook(norm, _decide, decision)
+                self._hook(output, _apply, decision)
+        self._handles.append(decoder.register_forward_pre_hook(self._begin, with_kwargs=True))
+        self._handles.append(decoder.register_forward_hook(self._finish))
+
+    def _hook(self, module: nn.Module, hook: Any, decision: Decision) -> None:
+        module.__dict__[_ATTRIBUTE] = decision  # past nn.Module.__setattr__: routers must not become the backbone's
+        self._handles.append(module.register_forward_pre_hook(hook))
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        if tokens is None:
+            tokens = kwargs.get("inputs_embeds")
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        self._valid = None
+        if isinstance(mask, Tensor) and mask.dim() == 2 and tokens is not None:
+            self._valid = mask[:, -tokens.shape[1] :].bool()  # with a cache, the mask covers past tokens too
+
+    def _finish(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        masks = {key: d.mask for key, d in self._decisions.items() if d.active and d.mask is not None}
+        for trace in self._traces:
+            trace.add_pass(masks, self._valid)
+        for decision in self._unique_decisions():
+            decision.mask = None
+
+    @contextmanager
+    def tracing(self, keep_masks: bool = False) -> Iterator[RoutingTrace]:
+        """Collect what every forward pass inside the block decides."""
+        trace = RoutingTrace(self.shape, self.plan.rank, self.layers, keep_masks)
+        self._traces.append(trace)
+        try:
+            yield trace
+        finally:
+            self._traces.remove(trace)
+
+    @contextmanager
+    def dense(self) -> Iterator[None]:
+        """Run the backbone dense inside the block."""
+        decisions = self._unique_decisions()
+        before = [d.active for d in decisions]
+        for decision in decisions:
+            decision.active = False
+        try:
+            yield
+        finally:
+            for decision, active in zip(decisions, before, strict=True):
+                decision.active = active
+
+    def set_gate(self, gumbel: Gumbel | None) -> None:
+        """Decide by hard Gumbel-softmax with these inputs, or by argmax (None), from the next pass on.
+
+        It stays in force until the next call: activation checkpointing runs layers again during the backward pass and
+        must find the same noise.
+        """
+        offset = 0
+        for decision in self._unique_decisions():
+            if gumbel is None:
+                decision.noise = decision.temperature = None
+                continue
+            width = decision.router.groups
+            decision.noise = gumbel.noise[..., offset : offset + width]
+            decision.temperature = gumbel.temperature
+            offset += width
+
+    def compile_layers(self, **options: Any) -> None:
+        """Compile the decoder layers in place, hooks included. One graph serves all layers of the same plan."""
+        embedding = cast(Any, self.backbone).get_input_embeddings()
+        # frozen embeddings give layer 0 an input without gradient, which would cost a second graph
+        self._handles.append(embedding.register_forward_hook(_require_grad))
+        for layer in self.decoder_layers():
+            layer.compile(**options)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The routers' parameters."""
+        return list(self.routers.parameters())
+
+
+def _require_grad(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_(True)
+
+
+def _build_routers(plan: RoutingPlan, shape: ModelShape, layers: tuple[LayerPlan, ...], seed: int) -> nn.ModuleDict:
+    generator = torch.Generator().manual_seed(seed)
+    routers = nn.ModuleDict()
+    for index, layer in enumerate(layers):
+        parts: dict[str, int] = {"shared": 1} if layer.shared else {p: n for p in PARTS if (n := layer.groups(p))}
+        if not parts:
+            continue
+        made = nn.ModuleDict()
+        for name, groups in parts.items():
+            router = Router(shape.hidden_size, groups, plan.rank, plan.tap)
+            router.reset(generator)
+            made[name] = router
+        routers[str(index)] = made
+    return routers
