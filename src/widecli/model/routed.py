@@ -71,7 +71,8 @@ class RoutedModel:
     """A causal LM whose tokens choose their groups; calling the backbone itself routes with argmax.
 
     Attributes: `backbone` (the Hugging Face model), `plan`, `shape`, `layers` (group counts), `routers` (an
-    `nn.ModuleDict` keyed `"<layer>"`, each with the routers of its parts, or `shared` in layer mode).
+    `nn.ModuleDict` keyed `"<layer>"`, each with the routers of its parts, or `shared` in layer mode), `decisions` (by
+    layer and part).
     """
 
     def __init__(self, backbone: nn.Module, plan: RoutingPlan, seed: int = 0) -> None:
@@ -85,7 +86,7 @@ class RoutedModel:
         self._handles: list[RemovableHandle] = []
         self._traces: list[RoutingTrace] = []
         self._valid: Tensor | None = None
-        self._decisions: dict[tuple[int, PartName], Decision] = {}
+        self.decisions: dict[tuple[int, PartName], Decision] = {}
         self._install()
 
     @classmethod
@@ -131,8 +132,12 @@ class RoutedModel:
         """Decisions one token takes in all layers together: the width of the noise."""
         return sum(d.router.groups for d in self._unique_decisions())
 
+    def parts_of(self, decision: Decision) -> list[PartName]:
+        """The parts a decision serves: one, or both in layer mode."""
+        return [part for (_, part), d in self.decisions.items() if d is decision]
+
     def _unique_decisions(self) -> list[Decision]:
-        return list(dict.fromkeys(self._decisions.values()))
+        return list(dict.fromkeys(self.decisions.values()))
 
     def _install(self) -> None:
         decoder = self.decoder
@@ -149,7 +154,7 @@ class RoutedModel:
                 if plan.groups(part) == 0:
                     continue
                 decision = shared or Decision(cast(Router, routers[part]))
-                self._decisions[index, part] = decision
+                self.decisions[index, part] = decision
                 norm, output = self.part_modules(layer, part)
                 if part == "attention" or not plan.shared:
                     self._hook(norm, _decide, decision)
@@ -171,7 +176,7 @@ class RoutedModel:
             self._valid = mask[:, -tokens.shape[1] :].bool()  # with a cache, the mask covers past tokens too
 
     def _finish(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        masks = {key: d.mask for key, d in self._decisions.items() if d.active and d.mask is not None}
+        masks = {key: d.mask for key, d in self.decisions.items() if d.active and d.mask is not None}
         for trace in self._traces:
             trace.add_pass(masks, self._valid)
         for decision in self._unique_decisions():
@@ -212,7 +217,7 @@ class RoutedModel:
                 decision.noise = decision.temperature = None
                 continue
             width = decision.router.groups
-            decision.noise = gumbel.noise[..., offset : offset + width]
+            decision.noise = gumbel.noise[..., offset : offset + width].contiguous()
             decision.temperature = gumbel.temperature
             offset += width
 
