@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from widecli.errors import UsageError, WideError
-from widecli.model.backbone import BackboneIdentity
+from widecli.model.identity import BackboneIdentity
 from widecli.model.plan import RoutingPlan
 
 SCHEMA = "wide.checkpoint/1"
@@ -61,6 +61,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         yield scratch
         for path in scratch.rglob("*"):
             if path.is_file():
+                path.chmod(0o644)
                 _sync(path)
         if target.exists():
             old = Path(tempfile.mkdtemp(prefix=f".old-{target.name}.", dir=target.parent))
@@ -69,7 +70,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
             shutil.rmtree(old, ignore_errors=True)
         else:
             scratch.replace(target)
-        target.chmod(0o755)  # mkdtemp makes private directories; a checkpoint is as open as any file
+        target.chmod(0o755)  # mkdtemp and safetensors make private files; these are for sharing
     except OSError as error:
         raise WideError(
             f"cannot write {target}: {error.strerror or error}; free some space or name another folder"

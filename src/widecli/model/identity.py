@@ -1,0 +1,60 @@
+"""What identifies a backbone, so that routers of one model are never hung on another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from widecli.model.plan import ModelShape
+
+_SAMPLED_VALUES = 16  # values of each parameter that enter the fingerprint
+_CONFIG_KEYS = ("model_type", "hidden_act", "rms_norm_eps", "tie_word_embeddings")
+
+
+@dataclass(frozen=True)
+class BackboneIdentity:
+    """Names a backbone well enough to refuse another one: where it came from, its sizes, a sample of its weights.
+
+    `weights_hash` samples the weights in bf16, so that loading in fp32 or in bf16 gives the same; None for fp16,
+    where the cast rounds differently.
+    """
+
+    id: str
+    revision: str | None
+    config_hash: str
+    weights_hash: str | None
+
+    def mismatch(self, other: BackboneIdentity) -> str | None:
+        """What differs so that routers of one cannot serve the other, or None. A moved folder is no difference."""
+        if self.config_hash != other.config_hash:
+            return "its configuration (sizes or layer settings) differs"
+        if self.weights_hash and other.weights_hash and self.weights_hash != other.weights_hash:
+            return "its weights differ"
+        return None
+
+
+def config_hash(config: Any) -> str:
+    """Hash of the sizes and of the settings that change what a layer computes; the same in every transformers version."""
+    data = {key: getattr(config, key, None) for key in _CONFIG_KEYS} | asdict(ModelShape.from_config(config))
+    return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+@torch.no_grad()
+def weights_hash(model: nn.Module) -> str | None:
+    """Hash of evenly spaced values of every parameter, rounded to bf16; None for fp16 weights."""
+    digest = hashlib.sha256()
+    samples = []
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.dtype == torch.float16:
+            return None
+        flat = parameter.detach().reshape(-1)
+        index = torch.linspace(0, flat.numel() - 1, min(_SAMPLED_VALUES, flat.numel()), dtype=torch.float64).long()
+        samples.append(flat[index.to(flat.device)].to(torch.bfloat16))
+        digest.update(name.encode())
+    digest.update(torch.cat(samples).cpu().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
