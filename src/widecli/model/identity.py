@@ -39,7 +39,7 @@ class BackboneIdentity:
 
 
 def config_hash(config: Any) -> str:
-    """Hash of the sizes and of the settings that change what a layer computes; the same in every transformers version."""
+    """Hash of the sizes and of what changes a layer's result; the same in every transformers version."""
     data = {key: getattr(config, key, None) for key in _CONFIG_KEYS} | asdict(ModelShape.from_config(config))
     return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
