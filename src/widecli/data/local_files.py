@@ -99,9 +99,7 @@ class LocalFiles:
         lanes = [dealt[lane::num_lanes] for lane in range(num_lanes)]
         totals = [sum(sizes[lane::num_lanes]) for lane in range(num_lanes)]
         capacity = self.shuffle_bytes if sum(totals) <= self.shuffle_bytes else self.shuffle_bytes // num_lanes
-        streams = [
-            _shuffled(self._lane(files), capacity, seed=index) for index, files in enumerate(lanes)
-        ]
+        streams = [_shuffled(self._lane(files), capacity, seed=index) for index, files in enumerate(lanes)]
         yield from _mixed(streams, totals)
 
     def _lane(self, files: Sequence[Path]) -> Iterator[Document]:

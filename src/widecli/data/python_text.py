@@ -18,7 +18,17 @@ from widecli.errors import UsageError
 
 # Tests, bundled wheels and generated code tables say little in English; pydoc_data is the held-out text itself.
 _LEFT_OUT = frozenset(
-    {"pydoc_data", "site-packages", "dist-packages", "test", "tests", "idle_test", "_bundled", "encodings", "__pycache__"}
+    {
+        "pydoc_data",
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idle_test",
+        "_bundled",
+        "encodings",
+        "__pycache__",
+    }
 )
 _MIN_DOCSTRING_CHARS = 40
 # A run of so many words shared with the held-out text counts as the same text.
@@ -132,7 +142,7 @@ def _sections(tree: ast.Module, module: str) -> Iterator[str]:
                 yield f"{_heading(node, owner)}\n\n{doc}"
             if isinstance(node, ast.ClassDef):
                 pending += [(child, f"{owner}.{node.name}") for child in reversed(node.body)]
-        elif isinstance(node, ast.If | ast.Try):  # definitions that depend on the platform
+        elif isinstance(node, ast.If | ast.Try | ast.ExceptHandler):  # definitions that depend on the platform
             pending += [(child, owner) for child in reversed(list(ast.iter_child_nodes(node)))]
 
 

@@ -109,7 +109,9 @@ def open_source(
 
 def _open_self(section: DataSection, sampling: SamplingModel | None, cache_dir: Path | None) -> Source:
     if sampling is None:
-        raise UsageError("data.source=self samples text from the dense model, and no model is loaded here: name another")
+        raise UsageError(
+            "data.source=self samples text from the dense model, and no model is loaded here: name another"
+        )
     from widecli.data.self_sampled import SelfSampled
 
     return SelfSampled(sampling, max_length=section.sequence_length, cache_dir=cache_dir)

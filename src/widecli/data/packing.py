@@ -1,0 +1,146 @@
+"""From documents to token sequences.
+
+Every document becomes `[BOS] tokens [END]`:
+
+- BOS stands in front where the tokenizer itself puts it there (Llama 3 does, SmolLM2 and Qwen don't), or where it has
+  no END;
+- END is the token that separated documents in pre-training: `<|endoftext|>` or `<|end_of_text|>` where the tokenizer
+  has one, else its EOS. (The EOS of a chat model ends a turn, which is not the same.) A tokenizer with neither BOS nor
+  END gets an empty line between documents.
+
+`concat` joins them and cuts windows of `sequence_length`: no padding; a window may hold several documents, which see
+each other; what doesn't fill the last window is dropped. `sample` makes one sequence of each document: cut at
+`sequence_length` (a cut document has no END) or padded on the right, and whatever reads it goes by its length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int64]
+
+_END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>")
+_BATCH_CHARS = 2**20
+_BATCH_DOCUMENTS = 1024
+
+
+@dataclass(frozen=True)
+class DocumentEncoder:
+    """A tokenizer and what it puts around a document."""
+
+    tokenizer: Any
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+    pad_token_id: int
+    fingerprint: str
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> DocumentEncoder:
+        """Read the tokenizer's habits; its padding and truncation settings don't matter."""
+        bos = tokenizer.bos_token_id
+        end = _end_of_document(tokenizer)
+        prefix = (bos,) if bos is not None and (end is None or adds_bos(tokenizer)) else ()
+        suffix = (end,) if end is not None else ()
+        if not prefix and not suffix:
+            suffix = tuple(tokenizer("\n\n", add_special_tokens=False)["input_ids"])
+        pad = next((token for token in (tokenizer.pad_token_id, end) if token is not None), 0)
+        return cls(tokenizer, prefix, suffix, pad, tokenizer_fingerprint(tokenizer))
+
+    def encode(self, documents: Iterable[str]) -> Iterator[Tokens]:
+        """Tokens of each document (int64), with prefix and suffix; documents without any token are passed over."""
+        for texts in _batches(documents):
+            encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+            for tokens in encoded["input_ids"]:
+                if tokens:
+                    yield np.array([*self.prefix, *tokens, *self.suffix], dtype=np.int64)
+
+    def max_token_id(self) -> int:
+        """The largest id that can come out."""
+        return max(len(self.tokenizer) - 1, *self.tokenizer.get_vocab().values(), *self.prefix, *self.suffix)
+
+
+def adds_bos(tokenizer: Any) -> bool:
+    """Whether the tokenizer puts BOS in front by itself: asked by encoding something, since settings often lie."""
+    tokens = tokenizer("a")["input_ids"]
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    return len(tokens) > len(plain) and tokens[0] == tokenizer.bos_token_id
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """sha256 of everything that decides which ids a text gets."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        described = json.loads(backend.to_str())
+        # A call with padding=True leaves its setting behind here.
+        described.pop("padding", None)
+        described.pop("truncation", None)
+    else:
+        described = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
+    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
+    return hashlib.sha256(json.dumps([described, special], sort_keys=True).encode()).hexdigest()
+
+
+def windows(documents: Iterable[Tokens], sequence_length: int, max_sequences: int) -> Iterator[Tokens]:
+    """Packing `concat`: at most `max_sequences` windows of `sequence_length`, several in one array."""
+    held: list[Tokens] = []
+    num_held = 0
+    left = max_sequences * sequence_length
+    for tokens in documents:
+        held.append(tokens)
+        num_held += tokens.size
+        # Given out in larger pieces: most documents are far shorter than a disk likes to write.
+        if num_held >= min(left, max(sequence_length, 2**16)):
+            joined = np.concatenate(held)
+            whole = min(joined.size - joined.size % sequence_length, left)
+            yield joined[:whole]
+            left -= whole
+            if left == 0:
+                return
+            held, num_held = [joined[whole:]], joined.size - whole
+    rest = np.concatenate(held) if held else np.empty(0, dtype=np.int64)
+    whole = rest.size - rest.size % sequence_length
+    if whole:
+        yield rest[:whole]
+
+
+def samples(documents: Iterable[Tokens], sequence_length: int, max_sequences: int) -> Iterator[Tokens]:
+    """Packing `sample`: one array for each of at most `max_sequences` documents, no longer than `sequence_length`.
+
+    Documents of a single token are passed over: there is nothing to predict in them.
+    """
+    given = 0
+    for tokens in documents:
+        if min(tokens.size, sequence_length) < 2:
+            continue
+        yield tokens[:sequence_length]
+        given += 1
+        if given == max_sequences:
+            return
+
+
+def _end_of_document(tokenizer: Any) -> int | None:
+    vocabulary = tokenizer.get_vocab()
+    for token in _END_OF_DOCUMENT:
+        if token in vocabulary:
+            return int(vocabulary[token])
+    return None if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    texts: list[str] = []
+    chars = 0
+    for text in documents:
+        texts.append(text)
+        chars += len(text)
+        if chars >= _BATCH_CHARS or len(texts) >= _BATCH_DOCUMENTS:
+            yield texts
+            texts, chars = [], 0
+    if texts:
+        yield texts

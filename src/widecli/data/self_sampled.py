@@ -1,0 +1,123 @@
+"""Text sampled from the dense model itself: for people without data, and close to what the model knows."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from widecli.data.cache_folder import disk_errors_named, user_cache, write_json
+from widecli.data.packing import adds_bos, tokenizer_fingerprint
+from widecli.data.sources import SamplingModel, encodable
+from widecli.errors import WideError
+
+# Fixed, not tuned to the device: with the seed it decides the text.
+BATCH_SIZE = 16
+_MAX_EMPTY_BATCHES = 8
+
+
+class SelfSampled:
+    """Endless text drawn from a model at temperature 1, unfiltered.
+
+    A text starts from BOS where the tokenizer puts one in front, else from a random ordinary token of the vocabulary,
+    and ends with EOS or at `max_length` tokens. Batch i depends on (model, seed, i) alone and is kept on disk, so a
+    stopped run goes on where it was and nothing is sampled twice.
+    """
+
+    name = "self"
+
+    def __init__(self, sampling: SamplingModel, *, max_length: int, cache_dir: Path | None = None) -> None:
+        self.sampling = sampling
+        positions = getattr(sampling.model.config, "max_position_embeddings", None) or max_length
+        self.max_length = min(max_length, int(positions))
+        root = cache_dir if cache_dir is not None else user_cache()
+        key = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()[:32]
+        self.folder = root / "sampled" / key
+
+    def identity(self) -> dict[str, str | int]:
+        """The model, the tokenizer and how text is drawn."""
+        return {
+            "kind": "self",
+            "model": self.sampling.identity,
+            "tokenizer": tokenizer_fingerprint(self.sampling.tokenizer),
+            "seed": self.sampling.seed,
+            "max_length": self.max_length,
+            "batch_size": BATCH_SIZE,
+        }
+
+    def documents(self) -> Iterator[str]:
+        """Texts without end; the reader stops."""
+        empty = 0
+        for index in itertools.count():
+            texts = [text for text in self._batch(index) if text.strip()]
+            empty = 0 if texts else empty + 1
+            if empty == _MAX_EMPTY_BATCHES:
+                raise WideError(
+                    f"the model samples nothing but empty text ({_MAX_EMPTY_BATCHES} batches): name another data.source"
+                )
+            yield from texts
+
+    def _batch(self, index: int) -> list[str]:
+        file = self.folder / f"{index:06d}.json"
+        try:
+            texts = json.loads(file.read_text(encoding="utf-8"))
+            if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
+                return texts
+        except (OSError, ValueError):
+            pass  # not sampled yet, or damaged: sample it (again)
+        texts = self._sample(index)
+        with disk_errors_named(self.folder):
+            write_json(file, texts)
+        return texts
+
+    def _sample(self, index: int) -> list[str]:
+        import torch
+        from transformers import GenerationConfig
+
+        model, tokenizer = self.sampling.model, self.sampling.tokenizer
+        device = next(model.parameters()).device
+        start = torch.from_numpy(self._start_tokens(index)).to(device)
+        eos = tokenizer.eos_token_id
+        pad = next((token for token in (tokenizer.pad_token_id, eos) if token is not None), 0)
+        # Everything that a model's own generation defaults could set and that would bend the distribution.
+        config = GenerationConfig(
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            repetition_penalty=1.0,
+            max_new_tokens=max(self.max_length - 1, 1),
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=eos,
+            pad_token_id=pad,
+        )
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+                torch.manual_seed(_mixed_seed(self.sampling.seed, index))
+                drawn: Any = model.generate(
+                    input_ids=start, attention_mask=torch.ones_like(start), generation_config=config
+                )
+        finally:
+            model.train(was_training)
+        return [encodable(text) for text in tokenizer.batch_decode(drawn.cpu(), skip_special_tokens=True)]
+
+    def _start_tokens(self, index: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """First token of each text: int64 [BATCH_SIZE, 1]."""
+        tokenizer = self.sampling.tokenizer
+        if tokenizer.bos_token_id is not None and adds_bos(tokenizer):
+            return np.full((BATCH_SIZE, 1), tokenizer.bos_token_id, dtype=np.int64)
+        size = min(len(tokenizer), int(self.sampling.model.config.vocab_size))
+        ordinary = np.setdiff1d(np.arange(size), np.array(tokenizer.all_special_ids, dtype=np.int64))
+        words = np.random.Philox(np.random.SeedSequence([self.sampling.seed, index])).random_raw(BATCH_SIZE)
+        return ordinary[words % np.uint64(ordinary.size)].astype(np.int64)[:, None]
+
+
+def _mixed_seed(seed: int, index: int) -> int:
+    return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))
