@@ -46,7 +46,7 @@ def text_bytes(file: Path, text_field: str) -> int:
 def open_documents(file: Path, text_field: str) -> Iterator[Document]:
     """The non-empty documents of a file, in its order.
 
-    Raises UsageError naming the file, and the line where there is one, if it is damaged, is not UTF-8 or lacks the field.
+    Raises UsageError naming the file (and the line where there is one) if it is damaged, not UTF-8 or lacks the field.
     """
     name = file.name.lower()
     reader: Callable[[Path, str], Iterator[Document]] = next(
@@ -112,7 +112,8 @@ def _txt(file: Path, text_field: str) -> Iterator[Document]:
         held: list[str] = []
         held_chars = 0
         try:
-            for number, line in enumerate(stream, start=1):
+            for line in stream:
+                number += 1
                 held.append(line)
                 held_chars += len(line)
                 # Past four times the size any line end will do: a file without blank lines is not held whole.

@@ -1,4 +1,4 @@
-"""Local text files: which ones a name means, and a mix of them in which every file has its share from the first document on."""
+"""Local text files: which ones a name means, and a mix in which every file has its share from the start."""
 
 from __future__ import annotations
 

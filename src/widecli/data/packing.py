@@ -27,7 +27,7 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.int64]
 
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>")
-_BATCH_CHARS = 2**20
+_BATCH_CHARS = 2**18  # a short preparation reads little more than it needs
 _BATCH_DOCUMENTS = 1024
 
 
@@ -63,7 +63,7 @@ class DocumentEncoder:
 
     def max_token_id(self) -> int:
         """The largest id that can come out."""
-        return max(len(self.tokenizer) - 1, *self.tokenizer.get_vocab().values(), *self.prefix, *self.suffix)
+        return int(max(len(self.tokenizer) - 1, *self.tokenizer.get_vocab().values(), *self.prefix, *self.suffix))
 
 
 def adds_bos(tokenizer: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Text that every Python installation has: the standard library's docstrings, and the language reference of `help()`."""
+"""Text that every Python installation has: the standard library's docstrings and the reference behind `help()`."""
 
 from __future__ import annotations
 

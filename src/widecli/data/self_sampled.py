@@ -116,7 +116,8 @@ class SelfSampled:
         size = min(len(tokenizer), int(self.sampling.model.config.vocab_size))
         ordinary = np.setdiff1d(np.arange(size), np.array(tokenizer.all_special_ids, dtype=np.int64))
         words = np.random.Philox(np.random.SeedSequence([self.sampling.seed, index])).random_raw(BATCH_SIZE)
-        return ordinary[words % np.uint64(ordinary.size)].astype(np.int64)[:, None]
+        chosen: np.ndarray[Any, np.dtype[np.int64]] = ordinary[words % np.uint64(ordinary.size)].astype(np.int64)
+        return chosen[:, None]
 
 
 def _mixed_seed(seed: int, index: int) -> int:

@@ -1,4 +1,4 @@
-"""Token sequences on disk: one flat array of ids, read through the page cache, beside a description that vouches for it."""
+"""Token sequences on disk: one flat array of ids, memory-mapped, beside a description that vouches for it."""
 
 from __future__ import annotations
 

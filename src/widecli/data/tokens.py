@@ -57,8 +57,8 @@ def prepare_tokens(
     key = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:32]
     folder = root / key
 
-    found = load_token_set(folder)
-    if found is not None and found.identity == key:
+    found = _load(folder, key)
+    if found is not None:
         return found
     max_sequences = limit // length
     counted = _Counted()
@@ -68,7 +68,7 @@ def prepare_tokens(
     max_token_id = encoder.max_token_id()
     with (
         disk_errors_named(root, needed_bytes=max_sequences * length * (2 if max_token_id < 2**16 else 4)),
-        folder_in_one_piece(folder, lambda other: load_token_set(other) is not None) as building,
+        folder_in_one_piece(folder, lambda other: _load(other, key) is not None) as building,
         _bar(f"tokens of {source.name}", max_sequences * length, shown=progress) as advance,
     ):
         written = write_token_set(
@@ -82,7 +82,7 @@ def prepare_tokens(
         )
         if written == 0:
             raise counted.too_little_text(source.name, section)
-    prepared = load_token_set(folder)
+    prepared = _load(folder, key)
     if prepared is None:
         raise WideError(f"the token cache {folder} cannot be read back: delete it and try again")
     return prepared
@@ -101,6 +101,11 @@ def tokens_to_prepare(section: DataSection, tokens_needed: int) -> int:
             )
         return section.max_tokens
     return 1 << (max(tokens_needed, section.sequence_length, 1) - 1).bit_length()
+
+
+def _load(folder: Path, key: str) -> TokenSet | None:
+    found = load_token_set(folder)
+    return found if found is not None and found.identity == key else None
 
 
 @dataclass
