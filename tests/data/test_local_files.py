@@ -112,9 +112,7 @@ def test_a_shuffle_buffer_loses_and_doubles_nothing_and_stays_small(sizes: list[
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(1, 9), max_size=15), min_size=1, max_size=6))
 def test_mixing_gives_every_document_once(files: list[list[int]]) -> None:
-    streams = [
-        iter([Document(f"{f}-{d}", size) for d, size in enumerate(sizes)]) for f, sizes in enumerate(files)
-    ]
+    streams = [iter([Document(f"{f}-{d}", size) for d, size in enumerate(sizes)]) for f, sizes in enumerate(files)]
     mixed = list(_mixed(streams, [max(sum(sizes), 1) for sizes in files]))
     assert sorted(mixed) == sorted(f"{f}-{d}" for f, sizes in enumerate(files) for d in range(len(sizes)))
 
@@ -184,7 +182,7 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes, mess
 
 def test_a_parquet_column_that_is_missing_or_no_text_lists_what_is_there(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", ["x"], field="body")
-    with pytest.raises(UsageError, match="no column 'text'.*body, id"):
+    with pytest.raises(UsageError, match=r"no column 'text'.*body, id"):
         read(path)
     with pytest.raises(UsageError, match="holds int, not text"):
         read(path, field="id")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ lengths = st.lists(st.integers(1, 30), max_size=30)
 
 def numbered(sizes: list[int]) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
     ends = np.cumsum([0, *sizes])
-    return [np.arange(start, end) for start, end in zip(ends, ends[1:], strict=False)]
+    return [np.arange(start, end) for start, end in pairwise(ends)]
 
 
 @given(lengths, st.integers(1, 12), st.integers(1, 40))
@@ -51,36 +52,39 @@ def test_the_source_is_read_no_further_than_needed() -> None:
 
 
 def test_a_tokenizer_without_bos_ends_documents_with_eos(tokenizer: Any) -> None:
-    (tokens,) = DocumentEncoder.of(tokenizer).encode(["ab"])
+    (tokens,) = DocumentEncoder.of(tokenizer).encode(["ab"], tokens_needed=10**6)
     assert tokenizer.convert_ids_to_tokens(tokens.tolist()) == ["a", "b", "</s>"]
 
 
 def test_bos_stands_only_where_the_tokenizer_puts_it(make_tokenizer: Callable[..., Any]) -> None:
     for adds, expected in ((True, ["<s>", "a", "</s>"]), (False, ["a", "</s>"])):
         tokenizer = make_tokenizer(bos=True, adds_bos=adds)
-        (tokens,) = DocumentEncoder.of(tokenizer).encode(["a"])
+        (tokens,) = DocumentEncoder.of(tokenizer).encode(["a"], tokens_needed=10**6)
         assert tokenizer.convert_ids_to_tokens(tokens.tolist()) == expected
 
 
 def test_the_pretraining_separator_goes_before_a_chat_models_eos(make_tokenizer: Callable[..., Any]) -> None:
     tokenizer = make_tokenizer(extra=("<|endoftext|>",))
-    (tokens,) = DocumentEncoder.of(tokenizer).encode(["a"])
+    (tokens,) = DocumentEncoder.of(tokenizer).encode(["a"], tokens_needed=10**6)
     assert tokenizer.convert_ids_to_tokens(tokens.tolist()) == ["a", "<|endoftext|>"]
 
 
 def test_without_eos_bos_separates_and_without_both_an_empty_line(make_tokenizer: Callable[..., Any]) -> None:
     with_bos = make_tokenizer(bos=True, eos=False)
-    (tokens,) = DocumentEncoder.of(with_bos).encode(["a"])
+    (tokens,) = DocumentEncoder.of(with_bos).encode(["a"], tokens_needed=10**6)
     assert with_bos.convert_ids_to_tokens(tokens.tolist()) == ["<s>", "a"]
     bare = make_tokenizer(eos=False)
-    assert [bare.decode(tokens) for tokens in DocumentEncoder.of(bare).encode(["a", "b"])] == ["a\n\n", "b\n\n"]
+    assert [bare.decode(tokens) for tokens in DocumentEncoder.of(bare).encode(["a", "b"], tokens_needed=10**6)] == [
+        "a\n\n",
+        "b\n\n",
+    ]
 
 
 def test_encoding_in_batches_equals_encoding_one_by_one(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"document {index} " * (index % 7 + 1) for index in range(50)]
-    together = [tokens.tolist() for tokens in DocumentEncoder.of(tokenizer).encode(texts)]
-    monkeypatch.setattr("widecli.data.packing._BATCH_CHARS", 1)
-    assert [tokens.tolist() for tokens in DocumentEncoder.of(tokenizer).encode(texts)] == together
+    together = [tokens.tolist() for tokens in DocumentEncoder.of(tokenizer).encode(texts, tokens_needed=10**6)]
+    monkeypatch.setattr("widecli.data.packing._MAX_BATCH_CHARS", 1)
+    assert [tokens.tolist() for tokens in DocumentEncoder.of(tokenizer).encode(texts, tokens_needed=10**6)] == together
 
 
 def test_a_padding_call_leaves_the_fingerprint_alone_and_another_vocabulary_changes_it(
@@ -95,3 +99,20 @@ def test_a_padding_call_leaves_the_fingerprint_alone_and_another_vocabulary_chan
     assert tokenizer_fingerprint(make_tokenizer(bos=True, adds_bos=True)) != tokenizer_fingerprint(
         make_tokenizer(bos=True)
     )
+
+
+def test_hardly_more_documents_are_read_than_the_tokens_take(tokenizer: Any) -> None:
+    read = 0
+
+    def endless() -> Iterator[str]:
+        nonlocal read
+        while True:
+            read += 1
+            yield "x" * 99
+
+    encoder = DocumentEncoder.of(tokenizer)
+    list(windows(encoder.encode(endless(), tokens_needed=50_000), 100, 500))
+    assert 500 <= read <= 500 + 42
+    read = 0
+    list(samples(encoder.encode(endless(), tokens_needed=5000, longest_useful=10), 10, 500))
+    assert 500 <= read <= 500 + 42

@@ -27,7 +27,7 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.int64]
 
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>")
-_BATCH_CHARS = 2**18  # a short preparation reads little more than it needs
+_MIN_BATCH_CHARS, _MAX_BATCH_CHARS = 2**12, 2**20
 _BATCH_DOCUMENTS = 1024
 
 
@@ -40,6 +40,7 @@ class DocumentEncoder:
     suffix: tuple[int, ...]
     pad_token_id: int
     fingerprint: str
+    has_end: bool = True
 
     @classmethod
     def of(cls, tokenizer: Any) -> DocumentEncoder:
@@ -51,15 +52,26 @@ class DocumentEncoder:
         if not prefix and not suffix:
             suffix = tuple(tokenizer("\n\n", add_special_tokens=False)["input_ids"])
         pad = next((token for token in (tokenizer.pad_token_id, end) if token is not None), 0)
-        return cls(tokenizer, prefix, suffix, pad, tokenizer_fingerprint(tokenizer))
+        return cls(tokenizer, prefix, suffix, pad, tokenizer_fingerprint(tokenizer), end is not None)
 
-    def encode(self, documents: Iterable[str]) -> Iterator[Tokens]:
-        """Tokens of each document (int64), with prefix and suffix; documents without any token are passed over."""
-        for texts in _batches(documents):
+    def encode(
+        self, documents: Iterable[str], *, tokens_needed: int, longest_useful: int | None = None
+    ) -> Iterator[Tokens]:
+        """Tokens of each document (int64), with prefix and suffix; documents without any token are passed over.
+
+        Documents are read in batches that shrink towards `tokens_needed`, so that hardly more are read than that
+        takes: they may be expensive. A document counts for at most `longest_useful` tokens.
+        """
+        iterator = iter(documents)
+        left = tokens_needed
+        # A token is rarely shorter than a character, so this many characters do not overshoot.
+        while texts := _batch(iterator, min(max(left, _MIN_BATCH_CHARS), _MAX_BATCH_CHARS)):
             encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
             for tokens in encoded["input_ids"]:
                 if tokens:
-                    yield np.array([*self.prefix, *tokens, *self.suffix], dtype=np.int64)
+                    document = np.array([*self.prefix, *tokens, *self.suffix], dtype=np.int64)
+                    left -= document.size if longest_useful is None else min(document.size, longest_useful)
+                    yield document
 
     def max_token_id(self) -> int:
         """The largest id that can come out."""
@@ -133,14 +145,13 @@ def _end_of_document(tokenizer: Any) -> int | None:
     return None if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+def _batch(documents: Iterator[str], max_chars: int) -> list[str]:
+    """The next few documents, about `max_chars` of them; none at the end."""
     texts: list[str] = []
     chars = 0
     for text in documents:
         texts.append(text)
         chars += len(text)
-        if chars >= _BATCH_CHARS or len(texts) >= _BATCH_DOCUMENTS:
-            yield texts
-            texts, chars = [], 0
-    if texts:
-        yield texts
+        if chars >= max_chars or len(texts) >= _BATCH_DOCUMENTS:
+            break
+    return texts

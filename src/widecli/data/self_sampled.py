@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from widecli.data.cache_folder import disk_errors_named, user_cache, write_json
-from widecli.data.packing import adds_bos, tokenizer_fingerprint
+from widecli.data.packing import DocumentEncoder
 from widecli.data.sources import SamplingModel, encodable
 from widecli.errors import WideError
 
@@ -24,9 +24,9 @@ _MAX_EMPTY_BATCHES = 8
 class SelfSampled:
     """Endless text drawn from a model at temperature 1, unfiltered.
 
-    A text starts from BOS where the tokenizer puts one in front, else from a random ordinary token of the vocabulary,
-    and ends with EOS or at `max_length` tokens. Batch i depends on (model, seed, i) alone and is kept on disk, so a
-    stopped run goes on where it was and nothing is sampled twice.
+    A text starts from BOS where documents do (see `packing`), else from a random ordinary token of the vocabulary, and
+    ends where a document ends, with EOS or at `max_length` tokens. Batch i depends on (model, seed, i) alone and is
+    kept on disk, so a stopped run goes on where it was and nothing is sampled twice.
     """
 
     name = "self"
@@ -35,6 +35,11 @@ class SelfSampled:
         self.sampling = sampling
         positions = getattr(sampling.model.config, "max_position_embeddings", None) or max_length
         self.max_length = min(max_length, int(positions))
+        encoder = DocumentEncoder.of(sampling.tokenizer)
+        self._fingerprint = encoder.fingerprint
+        self._prefix = encoder.prefix
+        eos = sampling.tokenizer.eos_token_id
+        self._ends = sorted({*encoder.suffix, *([] if eos is None else [eos])}) if encoder.has_end else []
         root = cache_dir if cache_dir is not None else user_cache()
         key = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()[:32]
         self.folder = root / "sampled" / key
@@ -44,7 +49,7 @@ class SelfSampled:
         return {
             "kind": "self",
             "model": self.sampling.identity,
-            "tokenizer": tokenizer_fingerprint(self.sampling.tokenizer),
+            "tokenizer": self._fingerprint,
             "seed": self.sampling.seed,
             "max_length": self.max_length,
             "batch_size": BATCH_SIZE,
@@ -77,42 +82,39 @@ class SelfSampled:
 
     def _sample(self, index: int) -> list[str]:
         import torch
-        from transformers import GenerationConfig
 
         model, tokenizer = self.sampling.model, self.sampling.tokenizer
         device = next(model.parameters()).device
-        start = torch.from_numpy(self._start_tokens(index)).to(device)
-        eos = tokenizer.eos_token_id
-        pad = next((token for token in (tokenizer.pad_token_id, eos) if token is not None), 0)
-        # Everything that a model's own generation defaults could set and that would bend the distribution.
-        config = GenerationConfig(
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            repetition_penalty=1.0,
-            max_new_tokens=max(self.max_length - 1, 1),
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=eos,
-            pad_token_id=pad,
-        )
+        # A loop of our own: `generate` would fill in whatever top-k, penalties or minimum lengths the model's own
+        # settings hold, and draws from the global generator.
+        generator = torch.Generator(device).manual_seed(_mixed_seed(self.sampling.seed, index))
+        tokens = torch.from_numpy(self._start_tokens(index)).to(device)
+        ends = torch.tensor(self._ends, dtype=torch.int64, device=device)
+        ended = torch.zeros_like(tokens, dtype=torch.bool)
+        drawn, cache = [tokens], None
         was_training = model.training
         model.eval()
         try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-                torch.manual_seed(_mixed_seed(self.sampling.seed, index))
-                drawn: Any = model.generate(
-                    input_ids=start, attention_mask=torch.ones_like(start), generation_config=config
-                )
+            with torch.no_grad():
+                for _ in range(self.max_length - 1):
+                    result = model(input_ids=tokens, past_key_values=cache, use_cache=True)
+                    cache = result.past_key_values
+                    probabilities = result.logits[:, -1].float().softmax(-1)
+                    tokens = torch.multinomial(probabilities, 1, generator=generator)
+                    ended |= torch.isin(tokens, ends)
+                    drawn.append(torch.where(ended, -1, tokens))
+                    if bool(ended.all()):
+                        break
         finally:
             model.train(was_training)
-        return [encodable(text) for text in tokenizer.batch_decode(drawn.cpu(), skip_special_tokens=True)]
+        texts = [[token for token in row if token >= 0] for row in torch.cat(drawn, dim=1).tolist()]
+        return [encodable(text) for text in tokenizer.batch_decode(texts, skip_special_tokens=True)]
 
     def _start_tokens(self, index: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """First token of each text: int64 [BATCH_SIZE, 1]."""
         tokenizer = self.sampling.tokenizer
-        if tokenizer.bos_token_id is not None and adds_bos(tokenizer):
-            return np.full((BATCH_SIZE, 1), tokenizer.bos_token_id, dtype=np.int64)
+        if self._prefix:
+            return np.full((BATCH_SIZE, 1), self._prefix[0], dtype=np.int64)
         size = min(len(tokenizer), int(self.sampling.model.config.vocab_size))
         ordinary = np.setdiff1d(np.arange(size), np.array(tokenizer.all_special_ids, dtype=np.int64))
         words = np.random.Philox(np.random.SeedSequence([self.sampling.seed, index])).random_raw(BATCH_SIZE)

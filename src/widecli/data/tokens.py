@@ -62,9 +62,13 @@ def prepare_tokens(
         return found
     max_sequences = limit // length
     counted = _Counted()
-    packed = (samples if section.packing == "sample" else windows)(
-        counted.tokens_of(encoder.encode(counted.texts_of(source.documents()))), length, max_sequences
+    sampled = section.packing == "sample"
+    encoded = encoder.encode(
+        counted.texts_of(source.documents()),
+        tokens_needed=max_sequences * length,
+        longest_useful=length if sampled else None,
     )
+    packed = (samples if sampled else windows)(counted.tokens_of(encoded), length, max_sequences)
     max_token_id = encoder.max_token_id()
     with (
         disk_errors_named(root, needed_bytes=max_sequences * length * (2 if max_token_id < 2**16 else 4)),
@@ -74,7 +78,7 @@ def prepare_tokens(
         written = write_token_set(
             building,
             packed,
-            padded=section.packing == "sample",
+            padded=sampled,
             max_sequences=max_sequences,
             max_token_id=max_token_id,
             description={**depends_on, "identity": key, "pad_token_id": encoder.pad_token_id},
