@@ -132,3 +132,19 @@ def test_offline_without_a_copy_says_what_to_do(hub: Hub, cache: Path) -> None:
     with pytest.raises(UsageError, match="not on this machine and the network is off"):
         next(itertools.chain(source.documents()))
     assert hub.loads[0]["streaming"] is False
+
+
+def test_offline_asks_nobody(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    seen = []
+    hub.info = AssertionError("asked")
+
+    def load_dataset(*_: Any, **__: Any) -> Rows:
+        seen.append(constants.HF_HUB_OFFLINE)
+        return Rows([{"text": "kept"}])
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    assert list(opened(cache, offline=True).documents()) == ["kept"]
+    assert seen == [True]
+    assert constants.HF_HUB_OFFLINE is False

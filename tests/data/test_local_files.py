@@ -214,3 +214,21 @@ def test_text_bytes_estimates_unpacked_size(tmp_path: Path) -> None:
     plain = write_jsonl(tmp_path / "a.jsonl", texts)
     packed = write_jsonl(tmp_path / "b.jsonl.gz", texts)
     assert text_bytes(packed, "text") == text_bytes(plain, "text") == plain.stat().st_size
+
+
+@pytest.mark.slow
+def test_a_short_prefix_of_real_text_holds_every_source_in_proportion(data_root: Path) -> None:
+    folder = data_root / "text"
+    sizes: Counter[str] = Counter()
+    for file in find_files([str(folder)]):
+        sizes[file.parent.name] += text_bytes(file, "text")
+    owner = {}
+    for file in find_files([str(folder)]):
+        with gzip.open(file, "rt", encoding="utf-8") as lines:
+            owner.update({json.loads(line)["text"]: file.parent.name for line in lines})
+    read_bytes: Counter[str] = Counter()
+    for text in islice(LocalFiles([str(folder)], text_field="text").documents(), 2000):
+        read_bytes[owner[text]] += len(text.encode())
+    for name, size in sizes.items():
+        share = size / sizes.total()
+        assert read_bytes[name] / read_bytes.total() == pytest.approx(share, abs=0.01), name

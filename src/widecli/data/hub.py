@@ -152,7 +152,8 @@ class HubDataset:
     def _load_cached(self, revision: str | None) -> Any:
         """What an earlier `load_dataset` left in the Hub's own cache."""
         try:
-            return self._load(revision, streaming=False).shuffle(seed=0)
+            with _network_off():
+                return self._load(revision, streaming=False).shuffle(seed=0)
         except Exception as error:
             raise UsageError(
                 f"data.source={self.name!r} is not on this machine and the network is off (--offline or "
@@ -168,6 +169,20 @@ class HubDataset:
         return datasets.load_dataset(
             self.name, self.subset, split=self.split, revision=revision, streaming=streaming, **options
         )
+
+
+@contextlib.contextmanager
+def _network_off() -> Iterator[None]:
+    """Both libraries read HF_HUB_OFFLINE at import only; without this they would retry for half a minute."""
+    import datasets
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 def _reason(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
 import json
 from collections.abc import Iterator
@@ -82,6 +83,7 @@ class SelfSampled:
 
     def _sample(self, index: int) -> list[str]:
         import torch
+        from transformers import DynamicCache
 
         model, tokenizer = self.sampling.model, self.sampling.tokenizer
         device = next(model.parameters()).device
@@ -91,15 +93,17 @@ class SelfSampled:
         tokens = torch.from_numpy(self._start_tokens(index)).to(device)
         ends = torch.tensor(self._ends, dtype=torch.int64, device=device)
         ended = torch.zeros_like(tokens, dtype=torch.bool)
-        drawn, cache = [tokens], None
+        drawn = [tokens]
+        # Filled in place; its argument was renamed in transformers 5.
+        cache = DynamicCache(config=model.config)
+        cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         was_training = model.training
         model.eval()
         try:
             with torch.no_grad():
                 for _ in range(self.max_length - 1):
-                    result = model(input_ids=tokens, past_key_values=cache, use_cache=True)
-                    cache = result.past_key_values
-                    probabilities = result.logits[:, -1].float().softmax(-1)
+                    logits = model(input_ids=tokens, use_cache=True, **{cache_name: cache}).logits
+                    probabilities = logits[:, -1].float().softmax(-1)
                     tokens = torch.multinomial(probabilities, 1, generator=generator)
                     ended |= torch.isin(tokens, ends)
                     drawn.append(torch.where(ended, -1, tokens))
