@@ -89,6 +89,7 @@ def test_documents_are_shuffled_within_a_file_and_the_order_is_repeatable(tmp_pa
     assert sorted(map(int, first)) == list(range(200))
 
 
+@settings(deadline=None)  # shared machines
 @given(st.lists(st.integers(1, 20), max_size=60), st.integers(1, 200))
 def test_a_shuffle_buffer_loses_and_doubles_nothing_and_stays_small(sizes: list[int], capacity: int) -> None:
     read_so_far = 0
@@ -109,7 +110,7 @@ def test_a_shuffle_buffer_loses_and_doubles_nothing_and_stays_small(sizes: list[
     assert sorted(given_out) == list(range(len(sizes)))
 
 
-@settings(deadline=None)
+@settings(deadline=None)  # shared machines
 @given(st.lists(st.lists(st.integers(1, 9), max_size=15), min_size=1, max_size=6))
 def test_mixing_gives_every_document_once(files: list[list[int]]) -> None:
     streams = [iter([Document(f"{f}-{d}", size) for d, size in enumerate(sizes)]) for f, sizes in enumerate(files)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from widecli.data.packing import DocumentEncoder, samples, tokenizer_fingerprint, windows
@@ -19,6 +19,7 @@ def numbered(sizes: list[int]) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
     return [np.arange(start, end) for start, end in pairwise(ends)]
 
 
+@settings(deadline=None)  # shared machines
 @given(lengths, st.integers(1, 12), st.integers(1, 40))
 def test_concat_keeps_every_token_in_order_up_to_the_last_whole_window(
     sizes: list[int], sequence_length: int, max_sequences: int
@@ -35,6 +36,7 @@ def test_concat_gives_pieces_of_whole_windows() -> None:
     assert all(piece.size % 1000 == 0 for piece in pieces)
 
 
+@settings(deadline=None)  # shared machines
 @given(lengths, st.integers(1, 12), st.integers(1, 40))
 def test_sample_gives_one_cut_sequence_a_document(sizes: list[int], sequence_length: int, max_sequences: int) -> None:
     packed = [tokens.tolist() for tokens in samples(numbered(sizes), sequence_length, max_sequences)]

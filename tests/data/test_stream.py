@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from widecli.data.stream import SequenceStream, epoch_order
@@ -14,6 +14,7 @@ from widecli.errors import UsageError
 sizes = st.integers(1, 40)
 
 
+@settings(deadline=None)  # shared machines
 @given(sizes, sizes, st.integers(0, 5))
 def test_every_epoch_sees_every_sequence_once(num_sequences: int, batch_size: int, seed: int) -> None:
     stream = SequenceStream(num_sequences, batch_size, seed)
@@ -24,6 +25,7 @@ def test_every_epoch_sees_every_sequence_once(num_sequences: int, batch_size: in
         assert sorted(part.tolist()) == list(range(num_sequences))
 
 
+@settings(deadline=None)  # shared machines
 @given(sizes, sizes, st.integers(0, 50), st.integers(1, 5))
 def test_ranks_share_the_global_batch_without_overlap(num: int, batch_size: int, step: int, world: int) -> None:
     stream = SequenceStream(num, batch_size, seed=3)
