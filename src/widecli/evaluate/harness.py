@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-import os
-import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from widecli.errors import UsageError, WideError
+from widecli.evaluate.quiet import quiet_harness
 from widecli.evaluate.tasks import load_tasks, templates_compiled_once
 
 if TYPE_CHECKING:
@@ -48,7 +44,7 @@ def run_tasks(
     import torch
 
     was_training = model.training
-    with _quiet(), contextlib.redirect_stdout(sys.stderr), templates_compiled_once(), torch.no_grad():
+    with quiet_harness(), templates_compiled_once(), torch.no_grad():
         from lm_eval.evaluator import simple_evaluate
         from lm_eval.tasks import TaskManager
 
@@ -90,41 +86,3 @@ def _seeds(seed: int | None) -> dict[str, int]:
     if seed is None:
         return {}
     return dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), seed)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Only errors of lm-eval's own log, and no progress bars where stderr is no terminal (WIDE_DEBUG=1 shows all)."""
-    if os.environ.get("WIDE_DEBUG"):
-        yield
-        return
-    log = logging.getLogger("lm_eval")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    bars = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(_WithoutBars(sys.stderr))
-    try:
-        with bars:
-            yield
-    finally:
-        log.setLevel(level)
-
-
-class _WithoutBars(io.TextIOBase):
-    """Passes text on, except for progress bars: those begin with a carriage return and end with a bare line feed."""
-
-    def __init__(self, target: TextIO) -> None:
-        self._target = target
-        self._dropped = False
-
-    def write(self, text: str) -> int:
-        is_bar = text.startswith("\r") or (self._dropped and text == "\n")
-        self._dropped = text.startswith("\r") or (self._dropped and not text)
-        if not is_bar:
-            self._target.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        self._target.flush()
-
-    def isatty(self) -> bool:
-        return False

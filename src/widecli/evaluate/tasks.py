@@ -13,6 +13,7 @@ from typing import Any
 from widecli.errors import UsageError
 from widecli.evaluate.hub_data import local_folder, quiet_datasets, reading, require_present
 from widecli.evaluate.protocol import expand_tasks
+from widecli.evaluate.quiet import quiet_harness
 
 # Where lm-eval keeps the tasks that everybody asks for. Walking its 14 000 YAML files takes seconds, reading them 15.
 _KNOWN_FILES = {
@@ -54,7 +55,7 @@ def load_tasks(names: Sequence[str], *, data_root: str | None = None, offline: b
     """
     tasks = check_tasks(names, data_root=data_root, offline=offline)
     loaded: list[Any] = []
-    with quiet_datasets():
+    with quiet_harness(), quiet_datasets():
         for name in tasks:
             if _task_file(name) is not None:
                 with reading(_dataset_path(name) or "of the task", f" of task {name}"):
