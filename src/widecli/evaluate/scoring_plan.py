@@ -63,8 +63,9 @@ def make_rows(requests: Sequence[tuple[Sequence[int], Sequence[int]]], max_lengt
         truncated += len(whole) > max_length + 1
         fed = whole[-(max_length + 1) : -1]
         rows.setdefault(fed, Row(fed)).continuations.append((index, tuple(continuation)))
-    # The tokens break ties, so that the order does not depend on the requests' order.
-    return sorted(rows.values(), key=lambda row: (-len(row.tokens), row.tokens)), truncated
+    # Rows of one length that score alike come together, so that few logits are kept in vain. The tokens break ties: the
+    # order does not depend on the requests' order.
+    return sorted(rows.values(), key=lambda row: (-len(row.tokens), -row.scored, row.tokens)), truncated
 
 
 def next_batch(rows: Sequence[Row], start: int, limits: BatchLimits) -> Sequence[Row]:
