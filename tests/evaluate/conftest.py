@@ -51,10 +51,15 @@ def bos_tokenizer() -> Any:
 
 @pytest.fixture
 def tiny_model() -> Any:
-    return make_model()
+    return random_llama(400)
 
 
-def make_model(vocab_size: int = 400) -> Any:
+@pytest.fixture
+def make_model() -> Callable[[int], Any]:
+    return random_llama
+
+
+def random_llama(vocab_size: int) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,8 @@ def local_folder(dataset: str, data_root: str | None) -> Path | None:
         raise UsageError(f"eval.data_root={data_root} is no folder; it should hold data sets under their Hub ids.")
     for base in (root, root / "hub"):
         folder = base / dataset
-        # Comparing with the base keeps an id such as "../x" inside the root.
-        if folder.is_dir() and any(folder.iterdir()) and folder.resolve().is_relative_to(base):
+        # An id such as "../x" would leave the root; links inside it are the user's own business.
+        if ".." not in folder.parts and folder.is_dir() and any(folder.iterdir()):
             return folder
     return None
 
@@ -58,7 +60,22 @@ def load_rows(
     with reading(dataset), quiet_datasets():
         from datasets import load_dataset
 
-        return list(load_dataset(str(folder or dataset), config, split=split))
+        options = {"cache_dir": prepared_folder(folder)} if folder is not None else {}
+        return list(load_dataset(str(folder or dataset), config, split=split, **options))
+
+
+def prepared_folder(folder: Path) -> str:
+    """Where `datasets` keeps its prepared copy of a local folder: a place of its own for each state of the files.
+
+    Left to itself, `datasets` finds a prepared copy by the folder's last name alone: after an edit, or for another data
+    root, it would silently hand out the old rows.
+    """
+    state = hashlib.sha256(str(folder).encode())
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        found = path.stat()
+        state.update(f"{path.relative_to(folder).as_posix()} {found.st_size} {found.st_mtime_ns}\n".encode())
+    base = os.environ.get("XDG_CACHE_HOME")
+    return str((Path(base) if base else Path.home() / ".cache") / "wide" / "datasets" / state.hexdigest()[:16])
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from widecli.errors import UsageError
-from widecli.evaluate.hub_data import local_folder, quiet_datasets, reading, require_present
+from widecli.evaluate.hub_data import local_folder, prepared_folder, quiet_datasets, reading, require_present
 from widecli.evaluate.protocol import expand_tasks
 from widecli.evaluate.quiet import quiet_harness
 
@@ -136,26 +136,33 @@ def _from_file(name: str, data_root: str | None) -> Any:
     config = load_yaml(path)
     for structural in ("tag", "group", "task_list"):
         config.pop(structural, None)
-    hub_id = _read_locally(config, data_root)
+    named = _read_locally(config, data_root)
     task = ConfigurableTask(config=config)
-    if hub_id is not None:
-        # The record names the data set, not a folder of this machine.
-        task.set_config(key="dataset_path", value=hub_id)
+    if named is not None:
+        _name_the_hub(task, named)
     return task
 
 
-def _read_locally(config: dict[str, Any], data_root: str | None) -> str | None:
-    """Point a task's configuration at the data root; returns the Hub id it had, None if the root lacks it."""
+def _name_the_hub(task: Any, named: dict[str, Any]) -> None:
+    """Once its data is loaded, let a task's record name the data set and not a folder of this machine."""
+    for key, value in named.items():
+        task.set_config(key=key, value=value)
+
+
+def _read_locally(config: dict[str, Any], data_root: str | None) -> dict[str, Any] | None:
+    """Point a task's configuration at the data root; returns what it said before, None if the root lacks the set."""
     hub_id = config.get("dataset_path")
     if not isinstance(hub_id, str) or "/" not in hub_id:
         return None
     folder = local_folder(hub_id, data_root)
     if folder is None:
         return None
+    named = {"dataset_path": hub_id, "dataset_kwargs": config.get("dataset_kwargs")}
     config["dataset_path"] = str(folder)
+    config["dataset_kwargs"] = {**(named["dataset_kwargs"] or {}), "cache_dir": prepared_folder(folder)}
     metadata = config.get("metadata")
     config["metadata"] = {**(metadata if isinstance(metadata, dict) else {}), "data": "local data root"}
-    return hub_id
+    return named
 
 
 def _from_manager(name: str, data_root: str | None) -> list[Any]:
@@ -164,22 +171,21 @@ def _from_manager(name: str, data_root: str | None) -> list[Any]:
     from lm_eval.tasks._yaml_loader import load_yaml
 
     manager = _manager()
-    local: dict[str, str] = {}
+    local: dict[str, dict[str, Any]] = {}
     for entry in manager.task_index.values() if data_root is not None else ():
         if entry.yaml_path is None or not isinstance(entry.cfg, dict) or "class" in entry.cfg or "group" in entry.cfg:
             continue
         if _read_locally(dict(entry.cfg), data_root) is not None:
             config = load_yaml(entry.yaml_path)
-            hub_id = _read_locally(config, data_root)
+            local[entry.name] = _read_locally(config, data_root) or {}
             entry.cfg, entry.yaml_path = config, None
-            local[entry.name] = str(hub_id)
     try:
         loaded = manager.load([name])
     except KeyError:
         raise UsageError(_unknown(name)) from None
     for task_name, task in loaded["tasks"].items():
         if task_name in local:
-            task.set_config(key="dataset_path", value=local[task_name])
+            _name_the_hub(task, local[task_name])
     top = loaded.get("groups", {}).get(name)
     return [top] if isinstance(top, Group) else list(loaded["tasks"].values())
 
