@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,18 @@ def test_the_known_files_are_lm_evals_tasks_of_that_name(name: str) -> None:
     from lm_eval.tasks._yaml_loader import load_yaml
 
     path = module._tasks_folder() / module._KNOWN_FILES[name]
-    assert load_yaml(path, resolve_func=False)["task"] == name
+    config = load_yaml(path, resolve_func=False)
+    assert config["task"] == name
+    assert module._dataset_path(name) == config["dataset_path"]
+
+
+def test_checking_the_papers_tasks_imports_nothing_heavy(hub_folder: Path) -> None:
+    code = (
+        "import sys; from widecli.evaluate.tasks import check_tasks; check_tasks(['paper'], data_root=sys.argv[1]);"
+        "assert not {'torch', 'lm_eval', 'datasets', 'transformers'} & set(sys.modules), sorted(sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code, str(hub_folder)], check=True, env=environment)
 
 
 def test_any_task_group_or_tag_of_lm_eval_is_known() -> None:
@@ -83,12 +97,24 @@ def test_edited_data_and_another_root_are_read_anew(hub_folder: Path, tmp_path_f
     assert questions(hub_folder) == before
 
 
-def test_a_group_reads_the_data_root_too(hub_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "group",
+    ["tag: some_tag\n", "", "group: some_group\n"],
+)
+def test_groups_and_tags_read_the_data_root_too(
+    hub_folder: Path, tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch, group: str
+) -> None:
     from lm_eval.tasks import TaskManager
 
-    folder = str(module._tasks_folder() / "openbookqa")
-    monkeypatch.setattr(module, "_manager", lambda: TaskManager(include_defaults=False, include_path=folder))
-    (task,) = module._from_manager("openbookqa", str(hub_folder))
+    folder = tmp_path_factory.mktemp("tasks")
+    text = (module._tasks_folder() / "openbookqa/openbookqa.yaml").read_text()
+    kind, _, name = group.strip().partition(": ")
+    (folder / "one.yaml").write_text(text + (group if kind == "tag" else ""))
+    if kind == "group":
+        (folder / "all.yaml").write_text(group + "task:\n  - openbookqa\n")
+    monkeypatch.setattr(module, "_manager", lambda: TaskManager(include_defaults=False, include_path=str(folder)))
+    (loaded,) = module._from_manager(name or "openbookqa", str(hub_folder))
+    (task,) = loaded.get_all_tasks() if kind == "group" else (loaded,)
     assert len(task.eval_docs) == 12
     assert task.dump_config()["dataset_path"] == "allenai/openbookqa"
 

@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ _KNOWN_FILES = {
 }
 
 _NAME_LINE = re.compile(r"^(task|group):[ \t]*[\"']?([\w.+-]+)[\"']?[ \t]*$", re.MULTILINE)
+_DATASET_LINE = re.compile(r"^dataset_path:[ \t]*[\"']?([\w./-]+)", re.MULTILINE)
+_INCLUDE_LINE = re.compile(r"^include:[ \t]*[\"']?([\w./-]+)", re.MULTILINE)
 _TAG_LINES = re.compile(r"^tag:[ \t]*(?:\n[ \t]*-[ \t]*)?(.+(?:\n[ \t]*-[ \t]*.+)*)", re.MULTILINE)
 
 
@@ -119,12 +121,14 @@ def _unknown(name: str) -> str:
 def _dataset_path(name: str) -> str | None:
     """The Hub id a task reads; None for groups and for tasks that bring their own loader or files."""
     path = _task_file(name)
-    if path is None:
-        return None
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    found = load_yaml(path, resolve_func=False).get("dataset_path")
-    return found if isinstance(found, str) and "/" in found else None
+    while path is not None and path.is_file():
+        # Read as text: importing lm-eval's loader takes seconds, which a dry run should not.
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if found := _DATASET_LINE.search(text):
+            return found[1] if "/" in found[1] else None
+        included = _INCLUDE_LINE.search(text)
+        path = path.parent / included[1] if included else None
+    return None
 
 
 def _from_file(name: str, data_root: str | None) -> Any:
@@ -157,7 +161,7 @@ def _read_locally(config: dict[str, Any], data_root: str | None) -> dict[str, An
     folder = local_folder(hub_id, data_root)
     if folder is None:
         return None
-    named = {"dataset_path": hub_id, "dataset_kwargs": config.get("dataset_kwargs")}
+    named: dict[str, Any] = {"dataset_path": hub_id, "dataset_kwargs": config.get("dataset_kwargs")}
     config["dataset_path"] = str(folder)
     config["dataset_kwargs"] = {**(named["dataset_kwargs"] or {}), "cache_dir": prepared_folder(folder)}
     metadata = config.get("metadata")
@@ -172,8 +176,8 @@ def _from_manager(name: str, data_root: str | None) -> list[Any]:
 
     manager = _manager()
     local: dict[str, dict[str, Any]] = {}
-    for entry in manager.task_index.values() if data_root is not None else ():
-        if entry.yaml_path is None or not isinstance(entry.cfg, dict) or "class" in entry.cfg or "group" in entry.cfg:
+    for entry in _members(manager.task_index, name) if data_root is not None else ():
+        if entry.yaml_path is None or not isinstance(entry.cfg, dict) or "class" in entry.cfg:
             continue
         if _read_locally(dict(entry.cfg), data_root) is not None:
             config = load_yaml(entry.yaml_path)
@@ -188,6 +192,27 @@ def _from_manager(name: str, data_root: str | None) -> list[Any]:
             _name_the_hub(task, local[task_name])
     top = loaded.get("groups", {}).get(name)
     return [top] if isinstance(top, Group) else list(loaded["tasks"].values())
+
+
+def _members(index: Mapping[str, Any], name: str) -> list[Any]:
+    """Index entries of the plain tasks that a group, a tag or a task name stands for."""
+    found: dict[str, Any] = {}
+    open_names, seen = [name], set()
+    while open_names:
+        entry = index.get(open_names.pop())
+        if entry is None or entry.name in seen:
+            continue
+        seen.add(entry.name)
+        listed = (entry.cfg or {}).get("task")
+        if entry.yaml_path is None:  # a tag
+            open_names.extend(entry.tags)
+        elif isinstance(listed, list):  # a group
+            open_names.extend(
+                item if isinstance(item, str) else str(item.get("group") or item.get("task")) for item in listed
+            )
+        else:
+            found[entry.name] = entry
+    return list(found.values())
 
 
 def _manager() -> Any:
