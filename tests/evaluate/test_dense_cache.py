@@ -29,7 +29,14 @@ def test_another_model_dtype_or_protocol_is_another_entry(tmp_path: Path) -> Non
     assert cache.load(identity, "float32", PROTOCOL) == RESULT
     assert cache.load({**identity, "revision": "a"}, "float32", PROTOCOL) is None
     assert cache.load(identity, "bfloat16", PROTOCOL) is None
-    for change in ({"limit": None}, {"max_length": 64}, {"transformers": "0"}, {"tasks": ("piqa",)}, {"scoring": 0}):
+    for change in (
+        {"limit": None},
+        {"perplexity_window": 64},
+        {"max_length": 64},
+        {"transformers": "0"},
+        {"tasks": ("piqa",)},
+        {"scoring": 0},
+    ):
         assert cache.load(identity, "float32", replace(PROTOCOL, **change)) is None
 
 

@@ -40,14 +40,18 @@ class EvalProtocol:
     max_length: int
     perplexity: tuple[str, ...]
     perplexity_windows: int | None
+    perplexity_window: int
     data: str
     lm_eval: str
     transformers: str
     scoring: int = SCORING_VERSION
 
     @classmethod
-    def from_section(cls, section: EvalSection) -> EvalProtocol:
-        """The protocol that a recipe's `eval` section asks for, with the versions installed here."""
+    def from_section(cls, section: EvalSection, *, perplexity_window: int = 2048) -> EvalProtocol:
+        """The protocol that a recipe's `eval` section asks for, with the versions installed here.
+
+        `perplexity_window` is the `window` that `measure_perplexity` will be given.
+        """
         texts = tuple(_text_identity(name) for name in section.perplexity)
         return cls(
             tasks=expand_tasks(section.tasks),
@@ -55,6 +59,7 @@ class EvalProtocol:
             max_length=section.max_length,
             perplexity=texts,
             perplexity_windows=section.perplexity_windows,
+            perplexity_window=perplexity_window,
             data=_data_identity(section.data_root),
             lm_eval=_installed("lm-eval"),
             transformers=_installed("transformers"),
