@@ -125,7 +125,7 @@ def decide_mode(asked: str) -> tuple[Mode, str]:
 
 
 def is_logged_in() -> bool:
-    """Whether a key for the W&B server is at hand: in the environment or in the netrc file, where its client keeps it."""
+    """Whether a key for the W&B server is at hand: in the environment, or in netrc, where its client keeps it."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(_server_url()).hostname
