@@ -34,7 +34,7 @@ clean: ## Remove the virtual environment and caches; runs/ stays
 
 # Made again when the dependencies change; the stamp is written last, so an interrupted set-up is repeated.
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, {v[0]}.{v[1]} found: make {\"$(MAKECMDGOALS)\" or \"setup\"} PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "wide needs Python 3.11 or newer: make setup PYTHON=python3.12")'
 	@echo "Setting up $(VENV): a few minutes, most of it PyTorch."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
