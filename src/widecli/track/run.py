@@ -19,6 +19,7 @@ from widecli.track.atomic import plain, unwritable, write_json, write_text
 from widecli.track.summary import completed
 
 RUNS = Path("runs")
+_LONGEST_LINE_BYTES = 1 << 20
 # What may differ when a run continues: none of it changes the batches, the noise or the learning rates.
 _FREE_ON_RESUME = ("track.", "eval.", "train.save_every")
 
@@ -194,9 +195,12 @@ class Run:
         """A kill can leave half a line; appending to it would spoil the next entry too."""
         if not self._metrics_path.exists():
             return
-        content = self._metrics_path.read_bytes()
-        if content and not content.endswith(b"\n"):
-            os.truncate(self._metrics_path, content.rfind(b"\n") + 1)
+        size = self._metrics_path.stat().st_size
+        with self._metrics_path.open("rb") as handle:
+            handle.seek(max(0, size - _LONGEST_LINE_BYTES))
+            tail = handle.read(min(size, _LONGEST_LINE_BYTES))
+        if tail and not tail.endswith(b"\n"):
+            os.truncate(self._metrics_path, size - len(tail) + tail.rfind(b"\n") + 1)
 
 
 def directory(command: str, name: str, run_dir: str | Path | None = None) -> Path:
