@@ -120,7 +120,8 @@ def recipe_from(arguments: Sequence[str] | None, *, base: str | None = None, **f
     from widecli.recipe.load import resolve
 
     recipe, overrides = split_arguments(arguments)
-    return resolve(recipe or base, overrides, {FLAG_KEYS[name]: value for name, value in flags.items()})
+    given = {FLAG_KEYS[name]: value for name, value in flags.items() if value is not None and value != []}
+    return resolve(recipe or base, overrides, given)
 
 
 def go_offline(offline: bool) -> bool:
