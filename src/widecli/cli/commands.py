@@ -1,0 +1,90 @@
+"""The table of commands and how one is loaded: a command's module is imported only when it is called."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from widecli.errors import WideError
+
+COMMANDS: Mapping[str, str] = {
+    "doctor": "Say what this machine can do, and how to get what is missing.",
+}
+"""Name -> help in one line. `wide NAME` runs the function NAME of the module `widecli.cli.NAME`."""
+
+
+class LazyCommands(TyperGroup):
+    """A command group that knows its commands by `COMMANDS` alone until one is called."""
+
+    _listing = False
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        # Typer looks here for "did you mean"; the commands themselves come from get_command.
+        self.commands = {name: _as_command(lambda: None, name) for name in COMMANDS}
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names, in the table's order."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command; a stand-in with its help line while the group's help is being written."""
+        if cmd_name not in COMMANDS:
+            return None
+        if self._listing:
+            return self.commands[cmd_name]
+        module = importlib.import_module(f"widecli.cli.{cmd_name}")
+        return _as_command(ends_in_a_sentence(getattr(module, cmd_name)), cmd_name)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Writes the group's help without importing the commands."""
+        self._listing = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._listing = False
+
+
+def _as_command(function: Callable[..., Any], name: str) -> Any:
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    text = function.__doc__ if function.__doc__ else COMMANDS[name]
+    app.command(name, help=text, short_help=COMMANDS[name], context_settings={"help_option_names": ["-h", "--help"]})(
+        function
+    )
+    return typer.main.get_command(app)
+
+
+def ends_in_a_sentence(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Turns the ways a command ends badly into one sentence on stderr and the documented exit code.
+
+    `WIDE_DEBUG=1` lets the traceback through.
+    """
+
+    @functools.wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        from widecli.cli.console import complain
+
+        try:
+            command(*args, **kwargs)
+        except WideError as error:
+            if os.environ.get("WIDE_DEBUG") == "1":
+                raise
+            complain(str(error))
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            complain("interrupted")
+            raise typer.Exit(130) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or os.environ.get("WIDE_DEBUG") == "1":
+                raise
+            complain(f"No space left on the device{f' for {error.filename}' if error.filename else ''}: free some.")
+            raise typer.Exit(1) from None
+
+    return wrapped

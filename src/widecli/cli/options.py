@@ -1,0 +1,135 @@
+"""Options that several commands share, and the recipe key behind each flag.
+
+A command takes `arguments: Arguments` and the flags it knows, and builds its recipe with
+`recipe_from(arguments, sparsity=sparsity, steps=steps, ...)`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from widecli.errors import UsageError
+
+if TYPE_CHECKING:
+    from widecli.recipe.load import ResolvedRecipe
+
+_RECIPE = "Recipe keys"
+_RUN = "Run"
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RECIPE] [KEY=VALUE]... [~KEY]...",
+        help="A recipe (a file, or a shipped name such as smollm2_s50_g64), then changes to it: "
+        "train.steps=100 sets a key, '~train.steps' takes it back to its default.",
+        show_default=False,
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option("--model", help="Hub id, local folder, or smollm2-135m (embedded).", rich_help_panel=_RECIPE),
+]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--data", help="Hub id, file, glob or folder, stdlib, or self; may be given again.", rich_help_panel=_RECIPE
+    ),
+]
+Sparsity = Annotated[
+    float | None, typer.Option("--sparsity", help="Share to skip, 0 <= S < 1.", rich_help_panel=_RECIPE)
+]
+GroupSize = Annotated[
+    int | None, typer.Option("--G", help="FFN channels in a group, a multiple of 16.", rich_help_panel=_RECIPE)
+]
+Mode = Annotated[str | None, typer.Option("--mode", help="wide, token or layer.", rich_help_panel=_RECIPE)]
+Steps = Annotated[int | None, typer.Option("--steps", help="Optimiser steps.", rich_help_panel=_RECIPE)]
+Seed = Annotated[int | None, typer.Option("--seed", help="Seed of order, noise and start.", rich_help_panel=_RECIPE)]
+Tasks = Annotated[
+    str | None,
+    typer.Option("--tasks", help="lm-eval tasks, comma-separated; paper = the paper's seven.", rich_help_panel=_RECIPE),
+]
+Limit = Annotated[int | None, typer.Option("--limit", help="Documents a task.", rich_help_panel=_RECIPE)]
+DataRoot = Annotated[
+    str | None,
+    typer.Option("--data-root", help="Folder with data sets under their Hub ids.", rich_help_panel=_RECIPE),
+]
+Wandb = Annotated[str | None, typer.Option("--wandb", help="auto, online, offline or off.", rich_help_panel=_RECIPE)]
+RunDir = Annotated[
+    str | None,
+    typer.Option("--run-dir", help="Directory of this run; default runs/<command>-<name>.", rich_help_panel=_RECIPE),
+]
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.", rich_help_panel=_RUN)]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Check everything, print shapes, memory and cost; run nothing.", rich_help_panel=_RUN
+    ),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing run.", rich_help_panel=_RUN)]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue an existing run.", rich_help_panel=_RUN)]
+Offline = Annotated[
+    bool, typer.Option("--offline", help="Use only what is on this machine, never the Hub.", rich_help_panel=_RUN)
+]
+
+FLAG_KEYS: Mapping[str, str] = {
+    "model": "model.name",
+    "data": "data.source",
+    "mode": "routing.mode",
+    "group_size": "routing.ffn_group_size",
+    "sparsity": "budget.sparsity",
+    "steps": "train.steps",
+    "seed": "train.seed",
+    "tasks": "eval.tasks",
+    "limit": "eval.limit",
+    "data_root": "eval.data_root",
+    "wandb": "track.wandb",
+    "run_dir": "track.run_dir",
+}
+"""Parameter name of a flag -> the recipe key that it sets."""
+
+
+def split_arguments(arguments: Sequence[str] | None) -> tuple[str | None, list[str]]:
+    """Separates the recipe from its overrides; raises UsageError for a second recipe."""
+    recipe: str | None = None
+    overrides: list[str] = []
+    for argument in arguments or ():
+        # A path may hold "=" (hive-style folders): an existing file is a recipe, whatever its name.
+        if argument.startswith("~") or ("=" in argument and not Path(argument).is_file()):
+            overrides.append(argument)
+        elif recipe is None:
+            recipe = argument
+        else:
+            raise UsageError(f"Unexpected argument {argument!r}: the recipe is {recipe!r}, and changes are key=value.")
+    return recipe, overrides
+
+
+def recipe_from(arguments: Sequence[str] | None, *, base: str | None = None, **flags: Any) -> ResolvedRecipe:
+    """The recipe that a command line asks for.
+
+    Args:
+        arguments: the command's positional arguments.
+        base: the recipe to start from when none is named (`recipe.load.default_recipe_name`).
+        flags: values under the names in `FLAG_KEYS`; None = not given.
+    """
+    from widecli.recipe.load import resolve
+
+    recipe, overrides = split_arguments(arguments)
+    given = {FLAG_KEYS[name]: value for name, value in flags.items() if value is not None and value != []}
+    return resolve(recipe or base, overrides, given)
+
+
+def go_offline(offline: bool) -> bool:
+    """Keeps the Hub's libraries from the network for this process; True when that holds (or held before).
+
+    Call it before anything imports huggingface_hub, transformers or datasets: they read the variables once.
+    """
+    if offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        os.environ["HF_DATASETS_OFFLINE"] = "1"
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")

@@ -1,0 +1,172 @@
+"""From a recipe's name, overrides and flags to one validated `Recipe`.
+
+Later wins: defaults < the recipe's `base` < the recipe < `key=value` and `~key` < flags. `~key` takes the key back to
+its default. Whatever is wrong ends as one `UsageError` that names the key, the value and what is valid.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from widecli.errors import UsageError
+from widecli.recipe.complaints import raise_usage_error, refuse_odd_numbers
+from widecli.recipe.dialect import dump_yaml, parse_yaml
+from widecli.recipe.files import check_keys, find_recipe, parse_mapping, read_with_base, shown_path
+from widecli.recipe.keys import (
+    Tree,
+    accepts,
+    key_path,
+    keys_of,
+    known_key,
+    leaves,
+    recipe_keys,
+    section_keys,
+    suggestion,
+)
+from widecli.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class ResolvedRecipe:
+    """A validated recipe and where it came from."""
+
+    recipe: Recipe
+    source: str
+    """The recipe file as a person would name it, or `defaults`."""
+    hash8: str
+    """Names the run: equal for equal recipes, whatever `track` says."""
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    """Dotted key -> who set it (a file, `command line`, `flag`); keys at their default are absent."""
+
+
+def default_recipe_name(cuda: bool) -> str | None:
+    """The base of a command without a named recipe: the schema's defaults on a GPU, `demo` without one."""
+    return None if cuda else "demo"
+
+
+def resolve(
+    recipe: str | None, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None
+) -> ResolvedRecipe:
+    """Builds the recipe that a command runs.
+
+    Args:
+        recipe: a path, a name below `recipes/` (`smollm2_s50_g64`, `calibrate/smollm2_s50_g64`), or None = defaults.
+        overrides: `key=value` (value in YAML) and `~key` (or `~section`) in the order given.
+        flags: dotted key -> value; None means that the flag was not given.
+
+    Raises:
+        UsageError: an unknown recipe or key, an unreadable file, or a value that is not valid.
+    """
+    tree: Tree = {}
+    provenance: dict[str, str] = {}
+    source = "defaults"
+    if recipe is not None:
+        path = find_recipe(recipe)
+        source = shown_path(path)
+        tree = read_with_base(path, provenance)
+    for override in overrides:
+        _apply_override(tree, override, provenance)
+    for key, value in (flags or {}).items():
+        if value is not None:
+            _set(tree, key, _fitted(key, value), provenance, "flag")
+    refuse_odd_numbers(tree, provenance)
+    try:
+        resolved = Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise_usage_error(error, tree, provenance)
+    return ResolvedRecipe(resolved, source, recipe_hash(resolved), provenance)
+
+
+def recipe_hash(recipe: Recipe) -> str:
+    """First 8 hex digits of the SHA-256 of everything but `track`."""
+    canonical = json.dumps(recipe.model_dump(mode="json", exclude={"track"}), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:8]
+
+
+def dump(recipe: Recipe) -> str:
+    """The whole recipe as YAML; `load_text(dump(recipe)) == recipe`."""
+    return dump_yaml(recipe.model_dump(mode="json"))
+
+
+def load_text(text: str, name: str = "recipe") -> Recipe:
+    """Validates the text of a stored recipe (`recipe.yaml` of a run or checkpoint); `name` is for the error."""
+    tree = parse_mapping(text, name)
+    provenance = dict.fromkeys(leaves(tree), name)
+    check_keys(tree, name)
+    refuse_odd_numbers(tree, provenance)
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise_usage_error(error, tree, provenance)
+
+
+def _apply_override(tree: Tree, override: str, provenance: dict[str, str]) -> None:
+    if override.startswith("~"):
+        _unset(tree, override[1:], provenance)
+        return
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals:
+        raise UsageError(f"The override {override!r} is neither key=value nor ~key.")
+    known = known_key(key)
+    if known is None:
+        if key in section_keys():
+            raise UsageError(f"{key} is a section; set one of its keys ({keys_of(key)}).")
+        raise UsageError(f"Unknown key {key} in {override!r}; {suggestion(key)}")
+    try:
+        value = parse_yaml(text)
+    except (yaml.YAMLError, ValueError):
+        value = text  # the field's own check says what is valid
+    if known == key:
+        field_info = recipe_keys()[key]
+        takes_text = accepts(field_info, str) and not accepts(field_info, int)
+        if takes_text and value is not None and not isinstance(value, (str, list)):
+            value = text.strip()  # a revision such as 1234567 or 12e4 is a text
+        if value is None and not text.strip() and accepts(field_info, tuple):
+            value = []
+        value = _fitted(key, value)
+    _set(tree, key, value, provenance, "command line")
+
+
+def _fitted(key: str, value: object) -> object:
+    """A lone text for a list of texts becomes that list: `eval.tasks=piqa,boolq`, `--tasks paper`."""
+    field_info = recipe_keys().get(key)
+    if field_info is None:
+        raise UsageError(f"Unknown key {key}; {suggestion(key)}")
+    takes_text = accepts(field_info, str)
+    if isinstance(value, str) and accepts(field_info, tuple) and not takes_text:
+        return [part.strip() for part in value.split(",") if part.strip()]
+    if isinstance(value, (list, tuple)) and takes_text and len(value) == 1:
+        return value[0]
+    return value
+
+
+def _set(tree: Tree, key: str, value: object, provenance: dict[str, str], origin: str) -> None:
+    *parents, last = key_path(key)
+    node = tree
+    for name in parents:
+        child = node.get(name)
+        node[name] = dict(child) if isinstance(child, dict) else {}
+        node = node[name]
+    node[last] = value
+    provenance[known_key(key) or key] = origin
+
+
+def _unset(tree: Tree, key: str, provenance: dict[str, str]) -> None:
+    if known_key(key) is None and key not in section_keys():
+        raise UsageError(f"Unknown key {key} in '~{key}'; {suggestion(key)}")
+    *parents, last = key_path(key)
+    node: Any = tree
+    for name in parents:
+        node = node.get(name) if isinstance(node, dict) else None
+    if isinstance(node, dict):
+        node.pop(last, None)
+    for known in [k for k in provenance if k == key or k.startswith(f"{key}.")]:
+        del provenance[known]

@@ -1,0 +1,233 @@
+"""A run's directory: `recipe.yaml`, `metrics.jsonl`, `summary.json`, `environment.json`, `checkpoints/`.
+
+A run is finished when its summary is there: `write_summary` is the last thing that a command does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import IO, Any
+
+from widecli.errors import UsageError
+from widecli.recipe.keys import leaves, value_at
+from widecli.recipe.load import ResolvedRecipe, load_text
+from widecli.recipe.schema import BudgetSection
+from widecli.track.atomic import plain, unwritable, write_json, write_text
+from widecli.track.summary import completed
+
+RUNS = Path("runs")
+_LONGEST_LINE_BYTES = 1 << 20
+# What may differ when a run continues: none of it changes the batches, the noise or the learning rates.
+_FREE_ON_RESUME = ("track.", "eval.", "train.save_every")
+
+
+def run_name(resolved: ResolvedRecipe) -> str:
+    """`<model>-<mode>-s<S>-g<G>-<hash8>`; S in percent, one figure a part for `budget.kind=parts`."""
+    recipe = resolved.recipe
+    model = recipe.model.name.rstrip("/").rsplit("/", 1)[-1].lower()
+    slug = "".join(c if c.isalnum() or c in "._" else "-" for c in model).strip("-.") or "model"
+    return f"{slug}-{recipe.routing.mode}-s{_sparsity(recipe.budget)}-g{recipe.routing.ffn_group_size}-{resolved.hash8}"
+
+
+def _sparsity(budget: BudgetSection) -> str:
+    if budget.kind != "parts":
+        return f"{100 * budget.sparsity:.4g}"
+    parts = (("a", budget.attention), ("f", budget.ffn))
+    return "".join(f"{letter}{100 * target:.4g}" for letter, target in parts if target is not None)
+
+
+class Run:
+    """One run's directory and what is written to it."""
+
+    def __init__(self, path: Path, command: str) -> None:
+        self.path = path
+        self.command = command
+        self._metrics: IO[str] | None = None
+
+    @classmethod
+    def create(
+        cls,
+        command: str,
+        name: str,
+        *,
+        recipe_yaml: str,
+        run_dir: str | Path | None = None,
+        overwrite: bool = False,
+        resume: bool = False,
+    ) -> Run:
+        """Makes `runs/<command>-<name>/` (or `run_dir`) and stores the recipe there.
+
+        Args:
+            command: the command's name, as in `calibrate`.
+            name: see `run_name`.
+            recipe_yaml: the resolved recipe (`recipe.load.dump`).
+            run_dir: the directory itself, instead of the one below `runs/`.
+            overwrite: replace an existing run; refused for a directory that is not a run.
+            resume: continue an existing run; one that is not there is started.
+
+        Raises:
+            UsageError: the directory exists and neither flag was given, it is not a run's, or `resume` with another
+                recipe.
+        """
+        path = directory(command, name, run_dir)
+        run = cls(path, command)
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"{path} is a file; name another directory with --run-dir.")
+        occupied = path.is_dir() and any(path.iterdir())
+        if occupied and not (path / "recipe.yaml").is_file():
+            raise UsageError(f"{path} is not empty and not a run directory; name another one with --run-dir.")
+        if occupied and resume:
+            _refuse_other_recipe(path, recipe_yaml)
+        elif occupied and overwrite:
+            _remove(path)
+        elif occupied:
+            state = "holds a finished run" if run.is_finished else "holds an unfinished run (--resume continues it)"
+            raise UsageError(f"{path} {state}; --overwrite replaces it, --run-dir names another directory.")
+        try:
+            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unwritable(path, error) from error
+        write_text(path / "recipe.yaml", recipe_yaml)
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> Run:
+        """An existing run, to read or to share between ranks; raises UsageError when it is not one."""
+        path = Path(path)
+        if not (path / "recipe.yaml").is_file():
+            raise UsageError(f"{path} is not a run directory: it has no recipe.yaml.")
+        summary = Run(path, "").summary()
+        return cls(path, summary["command"] if summary else path.name.split("-", 1)[0])
+
+    @classmethod
+    def find_finished(cls, command: str, name: str, run_dir: str | Path | None = None) -> Run | None:
+        """The finished run of the same recipe (the name holds its hash), if there is one."""
+        run = cls(directory(command, name, run_dir), command)
+        return run if run.is_finished else None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the run's checkpoints lie."""
+        return self.path / "checkpoints"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run came to its end."""
+        return self.summary() is not None
+
+    def summary(self) -> dict[str, Any] | None:
+        """The run's summary; None when it has none that can be read."""
+        try:
+            summary = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return summary if isinstance(summary, dict) and "schema" in summary else None
+
+    def log(self, step: int, **metrics: Any) -> None:
+        """Appends one line to `metrics.jsonl` and flushes it; a number that is not finite is written as null."""
+        line = json.dumps({"step": step, **plain(metrics)}, ensure_ascii=False, allow_nan=False)
+        try:
+            if self._metrics is None:
+                self._drop_torn_line()
+                self._metrics = self._metrics_path.open("a", encoding="utf-8")
+            self._metrics.write(line + "\n")
+            self._metrics.flush()
+        except OSError as error:
+            raise unwritable(self._metrics_path, error) from error
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """What was logged, in order; a line cut short by a kill is left out."""
+        try:
+            lines = self._metrics_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            return []
+        entries = []
+        for line in lines:
+            try:
+                entries.append(json.loads(line))
+            except ValueError:
+                continue
+        return entries
+
+    def rewind_metrics(self, step: int) -> None:
+        """Keeps the entries before `step`, where the run continues, and drops the rest."""
+        self.close()
+        if not self._metrics_path.exists():
+            return
+        kept = [entry for entry in self.metrics() if entry["step"] < step]
+        write_text(self._metrics_path, "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in kept))
+
+    def write_summary(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Completes (schema, command, run directory) and writes `summary.json`, which marks the run finished.
+
+        Returns:
+            The document as written: what `--json` prints.
+        """
+        summary: dict[str, Any] = plain(completed(self.command, {**values, "run_dir": str(self.path)}))
+        write_json(self.path / "summary.json", summary)
+        return summary
+
+    def write_environment(self) -> None:
+        """Records the machine, versions and command line in `environment.json`."""
+        from widecli.profiling.environment import environment
+
+        write_json(self.path / "environment.json", environment())
+
+    def write_json(self, name: str, value: object) -> Path:
+        """Writes another document of the run (lm-eval's results), atomically."""
+        write_json(self.path / name, value)
+        return self.path / name
+
+    def close(self) -> None:
+        """Closes the metrics file; logging opens it again."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+    @property
+    def _metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def _drop_torn_line(self) -> None:
+        """A kill can leave half a line; appending to it would spoil the next entry too."""
+        if not self._metrics_path.exists():
+            return
+        size = self._metrics_path.stat().st_size
+        with self._metrics_path.open("rb") as handle:
+            handle.seek(max(0, size - _LONGEST_LINE_BYTES))
+            tail = handle.read(min(size, _LONGEST_LINE_BYTES))
+        if tail and not tail.endswith(b"\n"):
+            os.truncate(self._metrics_path, size - len(tail) + tail.rfind(b"\n") + 1)
+
+
+def directory(command: str, name: str, run_dir: str | Path | None = None) -> Path:
+    """Where a run of that command and name lies."""
+    return Path(run_dir).expanduser() if run_dir is not None else RUNS / f"{command}-{name}"
+
+
+def _refuse_other_recipe(path: Path, recipe_yaml: str) -> None:
+    stored_path = path / "recipe.yaml"
+    stored = load_text(stored_path.read_text(encoding="utf-8"), str(stored_path)).model_dump(mode="json")
+    wanted = load_text(recipe_yaml).model_dump(mode="json")
+    keys = [key for key in leaves(wanted) if not key.startswith(_FREE_ON_RESUME)]
+    changed = [key for key in keys if value_at(stored, key) != value_at(wanted, key)]
+    if changed:
+        first = changed[0]
+        more = f" (and {', '.join(changed[1:])})" if len(changed) > 1 else ""
+        raise UsageError(
+            f"{path} cannot be resumed with another recipe: {first} was {value_at(stored, first)} and is now "
+            f"{value_at(wanted, first)}{more}; give the recipe {stored_path}, or another --run-dir."
+        )
+
+
+def _remove(path: Path) -> None:
+    """Renames before deleting, so that a kill never leaves half of a run under its name."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.old")
+    try:
+        path.rename(aside)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    shutil.rmtree(aside, ignore_errors=True)

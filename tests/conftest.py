@@ -1,0 +1,42 @@
+"""Shared fixtures. No test talks to the Hub or to W&B, and none writes outside its own folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Read once at import by the Hub's libraries: set before any test module imports them.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "disabled"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the checkout."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def data_root() -> Path:
+    """The folder with real text and evaluation sets: `WIDE_TEST_DATA`, else `shared/data` beside the checkout."""
+    named = os.environ.get("WIDE_TEST_DATA")
+    root = Path(named) if named else REPOSITORY.parent / "shared" / "data"
+    if not root.is_dir():
+        pytest.skip(f"no test data at {root}: name its folder in WIDE_TEST_DATA")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Caches of the product lie in a temporary folder, and flags of the developer's shell don't leak in."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "xdg-cache"))
+    for name in ("WIDE_DEBUG", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_DIR", "WANDB_PROJECT", "WANDB_DISABLED"):
+        monkeypatch.delenv(name, raising=False)
+    yield

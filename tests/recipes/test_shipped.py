@@ -1,0 +1,79 @@
+"""Every recipe that ships resolves, says what its name says, and opens with a command that works."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from widecli.cli.options import split_arguments
+from widecli.recipe.files import recipes_folder, shipped_recipes
+from widecli.recipe.load import resolve
+
+RECIPES = shipped_recipes()
+MODELS = {
+    "smollm2": "smollm2-135m",
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
+    "llama-3.2-3b": "meta-llama/Llama-3.2-3B",
+}
+PAPER = [name for name in RECIPES if name.startswith("calibrate/llama")]
+
+
+def test_the_paper_settings_are_complete() -> None:
+    models, sparsities, groups = ("llama-3.1-8b", "llama-3.2-3b"), (25, 50), (32, 64, 128)
+    expected = {f"calibrate/{m}_s{s}_g{g}" for m in models for s in sparsities for g in groups}
+    assert set(PAPER) == expected
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_opening_command_names_this_very_recipe(name: str) -> None:
+    first = RECIPES[name].read_text(encoding="utf-8").splitlines()[0]
+    program, command, *arguments = shlex.split(first.removeprefix("# "))
+    assert program == "wide"
+    assert command == (name.split("/")[0] if "/" in name else "calibrate")
+    recipe, overrides = split_arguments(arguments)
+    assert recipe is not None
+    assert resolve(recipe, overrides) == resolve(str(RECIPES[name]))
+
+
+@pytest.mark.parametrize("name", [n for n in RECIPES if n.startswith("calibrate/")])
+def test_a_name_says_model_sparsity_and_groups(name: str) -> None:
+    match = re.fullmatch(r"calibrate/(?P<model>.+)_s(?P<s>\d+)_(?:g(?P<g>\d+)|(?P<mode>token|layer))", name)
+    assert match is not None, "calibrate recipes are named model_sparsity_groups"
+    recipe = resolve(name).recipe
+    assert recipe.model.name == MODELS[match["model"]]
+    assert recipe.budget.sparsity == int(match["s"]) / 100
+    assert recipe.routing.mode == (match["mode"] or "wide")
+    if match["g"]:
+        assert recipe.routing.ffn_group_size == int(match["g"])
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_paper_settings_are_the_papers(name: str) -> None:
+    recipe = resolve(name).recipe
+    train = recipe.train
+    assert (train.steps, train.batch_size, recipe.data.sequence_length) == (10_000, 16, 4096)
+    assert (train.learning_rate, train.warmup_ratio, train.weight_decay) == (2e-3, 0.1, 0.01)
+    assert (train.temperature_start, train.temperature_end, recipe.budget.weight) == (5.0, 0.5, 20.0)
+    assert (recipe.routing.rank, recipe.routing.warm_start, recipe.budget.kind) == (32, "random", "rate")
+
+
+def test_the_demo_is_small_and_quiet() -> None:
+    recipe = resolve("demo").recipe
+    assert recipe.train.steps * recipe.train.batch_size * recipe.data.sequence_length <= 32_768
+    assert recipe.track.wandb == "off"
+    assert recipe.data.validation not in (recipe.data.source, None)
+
+
+def test_modes_share_everything_but_the_mode() -> None:
+    wide = resolve("smollm2_s50_g64").recipe
+    for mode in ("token", "layer"):
+        other = resolve(f"smollm2_s50_{mode}").recipe
+        assert other.model_copy(update={"routing": wide.routing}) == wide
+
+
+def test_every_yaml_below_recipes_is_shipped() -> None:
+    files = {p for p in Path(recipes_folder()).rglob("*") if p.is_file()}
+    assert files == set(RECIPES.values())
