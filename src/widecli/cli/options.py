@@ -124,6 +124,14 @@ def recipe_from(arguments: Sequence[str] | None, *, base: str | None = None, **f
     return resolve(recipe or base, overrides, given)
 
 
+def machine_default() -> str | None:
+    """The recipe a command starts from when none is named: sized for a GPU if there is one, else the demo's."""
+    from widecli.model.backbone import default_device
+    from widecli.recipe.load import default_recipe_name
+
+    return default_recipe_name(default_device().type == "cuda")
+
+
 def go_offline(offline: bool) -> bool:
     """Keeps the Hub's libraries from the network for this process; True when that holds (or held before).
 

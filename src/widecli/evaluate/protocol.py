@@ -47,11 +47,8 @@ class EvalProtocol:
     scoring: int = SCORING_VERSION
 
     @classmethod
-    def from_section(cls, section: EvalSection, *, perplexity_window: int = 2048) -> EvalProtocol:
-        """The protocol that a recipe's `eval` section asks for, with the versions installed here.
-
-        `perplexity_window` is the `window` that `measure_perplexity` will be given.
-        """
+    def from_section(cls, section: EvalSection) -> EvalProtocol:
+        """The protocol that a recipe's `eval` section asks for, with the versions installed here."""
         texts = tuple(_text_identity(name) for name in section.perplexity)
         return cls(
             tasks=expand_tasks(section.tasks),
@@ -59,7 +56,7 @@ class EvalProtocol:
             max_length=section.max_length,
             perplexity=texts,
             perplexity_windows=section.perplexity_windows,
-            perplexity_window=perplexity_window,
+            perplexity_window=section.perplexity_window,
             data=_data_identity(section.data_root),
             lm_eval=_installed("lm-eval"),
             transformers=_installed("transformers"),

@@ -165,6 +165,11 @@ def _hub(offline: bool) -> Check:
     return Check("hub", "ok", "reachable, logged in")
 
 
+def hub_is_reachable() -> bool:
+    """Whether the Hub may be asked and answers within seconds."""
+    return _hub(offline=False).status != "missing" and os.environ.get("HF_HUB_OFFLINE", "") not in ("1", "ON", "YES")
+
+
 def _unreachable(url: str) -> str | None:
     """Why `url` gives no answer, or None when it does; in a thread, as resolving a name can outlast any time-out."""
     outcome: list[str | None] = []

@@ -99,6 +99,8 @@ class BudgetSection(Section):
             raise ValueError("budget.kind=parts needs budget.attention or budget.ffn (or both)")
         if self.kind != "parts" and named:
             raise ValueError(f"budget.attention and budget.ffn need budget.kind=parts, not {self.kind}")
+        if self.kind == "parts" and "sparsity" in self.model_fields_set and self.sparsity != 0.5:
+            raise ValueError("budget.sparsity means nothing with budget.kind=parts; set budget.attention or budget.ffn")
         return self
 
 
@@ -117,9 +119,19 @@ class TrainSection(Section):
     temperature_start: Annotated[float, Field(gt=0)] = Field(5.0, description="Gumbel-softmax temperature, first step")
     temperature_end: Annotated[float, Field(gt=0)] = Field(0.5, description="Gumbel-softmax temperature, last step")
     seed: Annotated[int, Field(ge=0)] = 0
-    compile: bool = Field(False, description="torch.compile each decoder layer")
+    compile: bool | Literal["auto"] = Field(
+        "auto", description="torch.compile the decoder layer and the loss; auto = on a GPU (twice as fast there)"
+    )
     activation_checkpointing: bool = Field(False, description="recompute layers in the backward pass: less memory")
     save_every: PositiveInt = Field(100, description="steps between checkpoints")
+
+    @model_validator(mode="after")
+    def _micro_batch_fits(self) -> TrainSection:
+        if self.micro_batch_size and self.micro_batch_size > self.batch_size:
+            raise ValueError(
+                f"train.micro_batch_size={self.micro_batch_size} is larger than train.batch_size={self.batch_size}"
+            )
+        return self
 
 
 class EvalSection(Section):
@@ -135,6 +147,7 @@ class EvalSection(Section):
     perplexity: tuple[str, ...] = Field(
         ("pydoc-topics",), description="texts for token perplexity: wikitext2, pydoc-topics, or a text file"
     )
+    perplexity_window: PositiveInt = Field(2048, description="tokens in one window of the perplexity")
     perplexity_windows: PositiveInt | None = Field(None, description="windows a text; default: all")
 
 

@@ -64,6 +64,7 @@ class Trainer:
             fused=self.device.type == "cuda",
         )
         self.micro_batch_size = settings.micro_batch_size or self._first_micro_batch_size(sequence_length)
+        self.compiled = self.device.type == "cuda" if settings.compile == "auto" else settings.compile
         self._temperature = torch.zeros((), device=self.device)
         self._gradients_checked = False
         self._prepare()
@@ -79,7 +80,7 @@ class Trainer:
             # the re-entrant kind would lose the gradient of the masks, which leave the layer on the side
             backbone.gradient_checkpointing_enable({"use_reentrant": False})
             backbone.train()  # Hugging Face checkpoints in training mode only
-        if self.settings.compile:
+        if self.compiled:
             self.routed.compile_layers(dynamic=False)
 
     def close(self) -> None:
@@ -95,7 +96,6 @@ class Trainer:
 
         Records come in blocks on a GPU: reading a loss waits for the device, so it happens every tenth step.
         """
-        block = 10 if self.device.type == "cuda" else 1
         pending: list[tuple[int, Tensor, float, float]] = []
         started = time.perf_counter()
         tokens = 0
@@ -103,13 +103,18 @@ class Trainer:
             measured, lr, tau, count = self._step(step)
             tokens += count
             pending.append((step, measured, lr, tau))
-            if len(pending) == block or step == last - 1 or (step + 1) % self.settings.save_every == 0 or step == first:
+            if step == first or self.at_block_end(step + 1):
                 values = torch.stack([m for _, m, _, _ in pending]).cpu().tolist()
                 seconds = time.perf_counter() - started
                 for (done, _, lr_then, tau_then), row in zip(pending, values, strict=True):
                     yield self._record(done, row, lr_then, tau_then, tokens / seconds)
                 pending.clear()
                 started, tokens = time.perf_counter(), 0
+
+    def at_block_end(self, done: int) -> bool:
+        """Whether records are complete after `done` steps, so that saving then stores the step it says."""
+        block = 10 if self.device.type == "cuda" else 1
+        return done % block == 0 or done == self.settings.steps or done % self.settings.save_every == 0
 
     def _record(self, step: int, row: list[float], lr: float, tau: float, speed: float) -> StepRecord:
         lm, distance, attention, ffn, norm = row
@@ -185,7 +190,7 @@ class Trainer:
         routed.set_gate(Gumbel(self._temperature, noise))
         with routed.tracing() as trace:
             hidden = routed.decoder(input_ids=ids, attention_mask=valid, use_cache=False).last_hidden_state
-        lm = next_token_loss(hidden, routed.lm_head.weight, ids, valid, compiled=self.settings.compile) / predictions
+        lm = next_token_loss(hidden, routed.lm_head.weight, ids, valid, compiled=self.compiled) / predictions
         distance = self.budget.distance(trace) * share
         torch.autograd.backward(lm + self.budget.weight * distance)
         with torch.no_grad():

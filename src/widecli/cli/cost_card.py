@@ -1,0 +1,124 @@
+"""What a calibration will take, for people (before it starts) and for `--dry-run`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from widecli.cli.console import console, note
+
+if TYPE_CHECKING:
+    from widecli.recipe.load import ResolvedRecipe
+
+_REFERENCE = ("one H200", 790e12)  # bf16 matrix product measured there; the dry run knows no device
+
+
+def dry_run_document(resolved: ResolvedRecipe) -> dict[str, Any]:
+    """Validate a recipe against its model's sizes and estimate the run. Raises UsageError; touches no device."""
+    from widecli.model.backbone import load_shape
+    from widecli.model.budget import Budget
+    from widecli.model.plan import RoutingPlan
+    from widecli.train.estimate import EFFICIENCY, estimate
+
+    recipe = resolved.recipe
+    shape = load_shape(recipe.model)
+    plan = RoutingPlan.from_section(recipe.routing, shape)
+    Budget.from_section(recipe.budget, plan, shape, recipe.data.sequence_length)
+    value_bytes = 4 if recipe.model.dtype == "float32" else 2
+    figures = estimate(recipe, shape, plan, value_bytes=value_bytes)
+    reach = EFFICIENCY["cuda" if recipe.train.compile is False else "cuda-compiled"]
+    return {
+        "schema": "wide.dry_run/1",
+        "command": "calibrate",
+        "recipe": recipe.model_dump(mode="json"),
+        "recipe_hash": resolved.hash8,
+        "shape": asdict(shape),
+        "plan": plan.to_json(),
+        "estimate": {
+            **asdict(figures),
+            "memory_bytes": figures.memory_bytes,
+            "seconds_on_reference": figures.seconds(_REFERENCE[1] * reach),
+            "reference": _REFERENCE[0],
+        },
+    }
+
+
+def print_dry_run(document: dict[str, Any]) -> None:
+    """The dry run as a table."""
+    from rich.table import Table
+
+    recipe, shape, figures = document["recipe"], document["shape"], document["estimate"]
+    train, plan = recipe["train"], document["plan"]
+    table = Table(title="dry run: nothing was loaded or written", show_header=False, title_justify="left")
+    heads = f"{shape['num_attention_heads']}/{shape['num_key_value_heads']} heads of {shape['head_dim']}"
+    sizes = f"{shape['num_hidden_layers']} layers, D {shape['hidden_size']}, D' {shape['intermediate_size']}, {heads}"
+    groups = f"{plan['attention_group_size']} query heads and {plan['ffn_group_size']} channels a group"
+    per_step = f"{train['batch_size']} x {recipe['data']['sequence_length']}"
+    parts = f"weights {_gigabytes(figures['weights_bytes'])}, activations {_gigabytes(figures['activations_bytes'])}"
+    time = f"{duration(figures['seconds_on_reference'])} on {figures['reference']}"
+    rows = [
+        ("model", f"{recipe['model']['name']}: {sizes}"),
+        (
+            "routing",
+            f"{plan['mode']}, {groups}, rank {plan['rank']}: {figures['groups_per_token']:,} decisions a token",
+        ),
+        ("budget", f"{recipe['budget']['kind']}, sparsity {recipe['budget']['sparsity']:.0%}"),
+        ("trainable", f"{figures['router_parameters']:,} router parameters"),
+        ("steps", f"{train['steps']:,} x {per_step} = {figures['tokens']:,} tokens"),
+        ("data", f"{recipe['data']['source']}, packing {recipe['data']['packing']}"),
+        ("memory, about", f"{_gigabytes(figures['memory_bytes'])} ({parts})"),
+        ("cost, about", f"{figures['flops']:.2g} FLOPs, {time}"),
+    ]
+    for name, value in rows:
+        table.add_row(name, value)
+    console.print(table)
+
+
+def print_expected_time(resolved: ResolvedRecipe, document: dict[str, Any]) -> None:
+    """Say how long the steps will take on this machine, from a short matrix-product probe."""
+    import torch
+
+    from widecli.model.backbone import default_device
+    from widecli.train.estimate import EFFICIENCY
+
+    device = default_device()
+    compiled = device.type == "cuda" and resolved.recipe.train.compile is not False
+    reach = EFFICIENCY["cuda-compiled" if compiled else device.type]
+    rate = _matrix_rate(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    seconds = document["estimate"]["flops"] / (rate * reach)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    note(
+        f"{resolved.recipe.train.steps} steps take about {duration(seconds)} on {where}, plus loading, the closed-form "
+        f"start and validation"
+    )
+
+
+def _matrix_rate(device: Any, dtype: Any) -> float:
+    """FLOP/s of a matrix product of random values on this device, best of a few."""
+    import time
+
+    import torch
+
+    n = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(4):
+        started = time.perf_counter()
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return 2 * n**3 / best
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: `40 s`, `12 min`, `3.5 h`."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

@@ -1,0 +1,155 @@
+"""`wide eval`: what a checkpoint keeps of its dense model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from widecli.cli import options
+from widecli.cli.console import emit_json, note, stdout_for_document
+from widecli.errors import UsageError
+
+if TYPE_CHECKING:
+    from widecli.evaluate.evaluation import Evaluation
+    from widecli.recipe.load import ResolvedRecipe
+
+Targets = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[CHECKPOINT] [RECIPE] [KEY=VALUE]...",
+        help="A checkpoint or a run directory (default: the newest below runs/), then a recipe with an eval section, "
+        "then changes to it.",
+        show_default=False,
+    ),
+]
+Dense = Annotated[
+    bool, typer.Option("--dense/--no-dense", help="Measure the dense model beside the checkpoint.", show_default=True)
+]
+
+
+def eval(
+    arguments: Targets = None,
+    model: options.Model = None,
+    tasks: options.Tasks = None,
+    limit: options.Limit = None,
+    data_root: options.DataRoot = None,
+    dense: Dense = True,
+    run_dir: options.RunDir = None,
+    overwrite: options.Overwrite = False,
+    offline: options.Offline = False,
+    dry_run: options.DryRun = False,
+    json: options.Json = False,
+) -> None:
+    """Measure a checkpoint beside its dense model: token perplexity and lm-eval tasks, with the skip rates seen.
+
+    With --model and no checkpoint: that dense model alone.
+    """
+    offline = options.go_offline(offline)
+    with stdout_for_document(json):
+        flags = {"tasks": tasks, "limit": limit, "data_root": data_root, "run_dir": run_dir, "model": model}
+        job, resolved = prepare(arguments, flags, with_dense=dense, offline=offline)
+        document = describe(job, resolved) if dry_run else run_evaluation(job, resolved, overwrite=overwrite)
+        if json:
+            emit_json(document)
+
+
+def prepare(
+    arguments: list[str] | None, flags: dict[str, Any], *, with_dense: bool = True, offline: bool = False
+) -> tuple[Evaluation, ResolvedRecipe]:
+    """What a command line asks to evaluate. The model is the checkpoint's, the protocol the recipe's."""
+    from widecli.evaluate.evaluation import Evaluation
+    from widecli.evaluate.tasks import check_tasks
+    from widecli.recipe.load import load_text
+
+    target, rest = _take_checkpoint(list(arguments or []), newest=flags.get("model") is None)
+    recipe, _ = options.split_arguments(rest)
+    base = str(target / "recipe.yaml") if target and recipe is None else None
+    resolved = options.recipe_from(rest, base=base, **flags)
+    model = resolved.recipe.model
+    if target and flags.get("model") is None:
+        model = load_text((target / "recipe.yaml").read_text(), str(target / "recipe.yaml")).model
+    section = resolved.recipe.eval
+    check_tasks(section.tasks, data_root=section.data_root, offline=offline)
+    return Evaluation(model, section, target, with_dense, offline), resolved
+
+
+def _take_checkpoint(arguments: list[str], newest: bool) -> tuple[Path | None, list[str]]:
+    """Split off the argument that is a checkpoint or a run with one; without any, the newest below runs/."""
+    from widecli.model import checkpoint
+
+    for i, argument in enumerate(arguments):
+        path = Path(argument)
+        if "=" not in argument and path.is_dir():
+            return checkpoint.resolve(path), arguments[:i] + arguments[i + 1 :]
+    if not newest:
+        return None, arguments
+    runs = sorted(Path("runs").glob("calibrate-*"), key=lambda p: p.stat().st_mtime, reverse=True)
+    for run in runs:
+        try:
+            found = checkpoint.resolve(run)
+        except UsageError:
+            continue
+        note(f"evaluating the newest checkpoint, {found}")
+        return found, arguments
+    return None, arguments
+
+
+def evaluation_name(job: Evaluation, resolved: ResolvedRecipe) -> str:
+    """`<run or model>-<step or dense>-<hash of the protocol>`."""
+    import hashlib
+    import json
+
+    from widecli.evaluate.protocol import EvalProtocol
+
+    protocol = json.dumps(EvalProtocol.from_section(job.section).as_dict(), sort_keys=True)
+    digest = hashlib.sha256(protocol.encode()).hexdigest()[:8]
+    if job.checkpoint is None:
+        stem = job.model.name.rstrip("/").rsplit("/", 1)[-1].lower()
+        return f"{stem}-dense-{digest}"
+    path = job.checkpoint.resolve()
+    owner = path.parent.parent.name if path.parent.name == "checkpoints" else path.parent.name
+    return f"{owner.removeprefix('calibrate-')}-{path.name}-{digest}"
+
+
+def describe(job: Evaluation, resolved: ResolvedRecipe) -> dict[str, Any]:
+    """What would be measured; loads neither weights nor data sets."""
+    from widecli.evaluate.protocol import EvalProtocol
+    from widecli.model import checkpoint
+
+    protocol = EvalProtocol.from_section(job.section).as_dict()
+    plan = checkpoint.read_config(job.checkpoint).plan.to_json() if job.checkpoint else None
+    note(f"would evaluate {job.checkpoint or 'the dense model'} on {job.model.name}")
+    for key in ("perplexity", "tasks", "limit", "max_length", "data"):
+        note(f"  {key}: {protocol[key]}")
+    return {
+        "schema": "wide.dry_run/1",
+        "command": "eval",
+        "model": job.model.name,
+        "plan": plan,
+        "protocol": protocol,
+        "checkpoint": str(job.checkpoint) if job.checkpoint else None,
+        "run": evaluation_name(job, resolved),
+    }
+
+
+def run_evaluation(job: Evaluation, resolved: ResolvedRecipe, *, overwrite: bool = False) -> dict[str, Any]:
+    """Evaluate into a run directory of its own; returns the summary."""
+    from widecli.cli.tables import print_evaluation
+    from widecli.evaluate.evaluation import evaluate
+    from widecli.recipe.load import dump
+    from widecli.track.run import Run
+
+    recipe = resolved.recipe.model_copy(update={"model": job.model})
+    run = Run.create(
+        "eval",
+        evaluation_name(job, resolved),
+        recipe_yaml=dump(recipe),
+        run_dir=recipe.track.run_dir,
+        overwrite=overwrite,
+    )
+    run.write_environment()
+    summary = run.write_summary(evaluate(job, note, run.write_json))
+    print_evaluation(summary)
+    return summary

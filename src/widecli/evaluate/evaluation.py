@@ -1,0 +1,190 @@
+"""One evaluation: a checkpoint beside its dense backbone, or a dense model alone, under one protocol."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from widecli.errors import UsageError
+from widecli.evaluate.dense_cache import DenseCache
+from widecli.evaluate.harness import run_tasks
+from widecli.evaluate.perplexity import measure_perplexity
+from widecli.evaluate.protocol import EvalProtocol
+from widecli.evaluate.results import average, retention, summarise
+from widecli.evaluate.tasks import load_tasks
+from widecli.model import checkpoint
+from widecli.model.backbone import Backbone, load_backbone
+from widecli.model.routed import RoutedModel
+from widecli.recipe.schema import EvalSection, ModelSection
+
+Note = Callable[[str], None]
+Store = Callable[[str, object], object]
+"""(file name, JSON document) -> stored in the run directory."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What to evaluate. `checkpoint` None = the dense model alone; `with_dense`: measure the backbone beside it."""
+
+    model: ModelSection
+    section: EvalSection
+    checkpoint: Path | None
+    with_dense: bool
+    offline: bool
+
+
+def evaluate(job: Evaluation, note: Note, store: Store) -> dict[str, Any]:
+    """Measure; returns the values of the run's summary. lm-eval's own documents go to `store` untouched."""
+    section = job.section
+    if not section.tasks and not section.perplexity:
+        raise UsageError("nothing to evaluate: name eval.perplexity texts or eval.tasks (paper = the paper's seven)")
+    config = checkpoint.read_config(job.checkpoint) if job.checkpoint else None
+    tasks = load_tasks(section.tasks, data_root=section.data_root, offline=job.offline) if section.tasks else []
+    note(f"loading {job.model.name}")
+    backbone = load_backbone(job.model)
+    if config and (difference := config.backbone.mismatch(backbone.identity)):
+        raise UsageError(
+            f"{job.checkpoint} was trained on {config.backbone.id}, and {job.model.name} is another model: {difference}"
+        )
+    measure = _Measurement(job, backbone, tasks, note, store)
+    dense = measure.dense() if job.with_dense or config is None else None
+    if config is None:
+        assert dense is not None
+        return _summary(job, backbone, dense, None, {"plan": None, "steps": None, "skip_rate": None})
+    assert job.checkpoint is not None
+    routed = RoutedModel.attach(backbone.model, config.plan)
+    checkpoint.load_routers(job.checkpoint, routed.routers)
+    found = measure.routed(routed)
+    routed.detach()
+    details = {"plan": config.plan.to_json(), "steps": config.step, "recipe_hash": config.recipe_hash}
+    return _summary(job, backbone, found, dense, details)
+
+
+class _Measurement:
+    """Runs the protocol on the model as it stands, and knows what the dense cache has."""
+
+    def __init__(self, job: Evaluation, backbone: Backbone, tasks: list[Any], note: Note, store: Store) -> None:
+        self.job = job
+        self.backbone = backbone
+        self.tasks = tasks
+        self.note = note
+        self.store = store
+        self.protocol = EvalProtocol.from_section(job.section)
+
+    def dense(self) -> dict[str, Any]:
+        """The dense model's figures, from the cache when the same protocol has been measured before."""
+        dtype = str(self.backbone.model.dtype).removeprefix("torch.")
+        # a moved or renamed folder with the same weights is the same model
+        identity = {k: v for k, v in asdict(self.backbone.identity).items() if k in ("config_hash", "weights_hash")}
+        cacheable = identity["weights_hash"] is not None
+        stored = DenseCache().load(identity, dtype, self.protocol) if cacheable else None
+        if stored is not None:
+            self.note("dense: measured before under this protocol, taken from the cache")
+            if stored.get("lm_eval"):
+                self.store("lm_eval_dense.json", stored["lm_eval"])
+            return {**{k: v for k, v in stored.items() if k != "lm_eval"}, "from_cache": True}
+        found, harness = self._measure("dense", "lm_eval_dense.json")
+        if cacheable:
+            DenseCache().store(identity, dtype, self.protocol, {**found, "lm_eval": harness})
+        return {**found, "from_cache": False}
+
+    def routed(self, routed: RoutedModel) -> dict[str, Any]:
+        """The routed model's figures and what it skipped, over everything evaluated and for each text alone."""
+        context = self.job.section.max_length
+        rates: dict[str, Any] = {}
+
+        def traced(name: str, run: Callable[[], Any]) -> Any:
+            with routed.tracing() as one:
+                result = run()
+            rates[name] = one.summary(context)
+            return result
+
+        with routed.tracing() as trace:
+            found, _ = self._measure("routed", "lm_eval_routed.json", traced)
+        seen = {name: {k: v for k, v in r.items() if k != "layers"} for name, r in rates.items()}
+        return {**found, **trace.summary(context), "skip_by_text": seen, "tokens": trace.tokens}
+
+    def _measure(
+        self, label: str, file: str, traced: Callable[[str, Callable[[], Any]], Any] = lambda _, run: run()
+    ) -> tuple[dict[str, Any], Any]:
+        section, model, tokenizer = self.job.section, self.backbone.model, self.backbone.tokenizer
+        started = time.perf_counter()
+        perplexity: dict[str, float] = {}
+        details: dict[str, Any] = {}
+        for name in section.perplexity:
+            self.note(f"{label}: perplexity on {name}")
+            key, result = traced(
+                name,
+                lambda name=name: measure_perplexity(  # type: ignore[misc]
+                    model,
+                    tokenizer,
+                    name,
+                    window=section.perplexity_window,
+                    max_windows=section.perplexity_windows,
+                    batch_size=section.batch_size if isinstance(section.batch_size, int) else self._perplexity_batch(),
+                    data_root=section.data_root,
+                    offline=self.job.offline,
+                ),
+            )
+            perplexity[key], details[key] = result.value, result.as_dict()
+        harness: Any = None
+        if self.tasks:
+            self.note(f"{label}: {', '.join(section.tasks)}")
+            harness = traced(
+                "tasks",
+                lambda: run_tasks(
+                    model,
+                    tokenizer,
+                    tasks=self.tasks,
+                    limit=section.limit,
+                    batch_size=section.batch_size,
+                    max_length=section.max_length,
+                    offline=self.job.offline,
+                    name=self.backbone.identity.id,
+                ),
+            )
+            self.store(file, harness)
+        tasks = summarise(harness) if harness else {}
+        mean = average(tasks)
+        found = {
+            "perplexity": perplexity,
+            "perplexity_details": details,
+            "tasks": tasks,
+            "average": mean.value,
+            "average_of": list(mean.tasks),
+            "partial_average": mean.partial,
+            "seconds": time.perf_counter() - started,
+        }
+        return found, harness
+
+    def _perplexity_batch(self) -> int:
+        return 8 if self.backbone.device.type == "cuda" else 1
+
+
+def _summary(
+    job: Evaluation,
+    backbone: Backbone,
+    found: dict[str, Any],
+    dense: dict[str, Any] | None,
+    details: dict[str, Any],
+) -> dict[str, Any]:
+    tokens, seconds = found.pop("tokens", None), found["seconds"]
+    compared = dense if dense is not None else (found if job.checkpoint is None else None)
+    kept = None
+    if compared is not None and found["tasks"]:
+        kept = retention(average(found["tasks"]), average(compared["tasks"]))
+    return {
+        "model": backbone.identity.id,
+        "backbone": asdict(backbone.identity),
+        "flops_skipped": None,
+        **details,
+        **found,
+        "retention": kept,
+        "dense": dense,
+        "tokens_per_second": tokens / seconds if tokens else None,
+        "protocol": EvalProtocol.from_section(job.section).as_dict(),
+        "checkpoint": str(job.checkpoint) if job.checkpoint else None,
+    }
