@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,10 @@ def load_backbone(section: ModelSection, device: torch.device | None = None) -> 
 
 def _load(section: ModelSection, source: str, options: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     loading = dict(options, dtype=dtype)
     if section.attention != "auto":
         loading["attn_implementation"] = section.attention

@@ -147,7 +147,7 @@ def _embedded_model() -> Check:
 
 def _hub(offline: bool) -> Check:
     prevents = "models and data sets from the Hub; local folders, the embedded model and stdlib text work"
-    if offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+    if offline or _hub_is_off():
         return Check("hub", "limited", "offline as asked", prevents, "unset HF_HUB_OFFLINE")
     try:
         from huggingface_hub import constants, get_token
@@ -165,9 +165,13 @@ def _hub(offline: bool) -> Check:
     return Check("hub", "ok", "reachable, logged in")
 
 
+def _hub_is_off() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
 def hub_is_reachable() -> bool:
     """Whether the Hub may be asked and answers within seconds."""
-    return _hub(offline=False).status != "missing" and os.environ.get("HF_HUB_OFFLINE", "") not in ("1", "ON", "YES")
+    return not _hub_is_off() and _hub(offline=False).state != "missing"
 
 
 def _unreachable(url: str) -> str | None:
