@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from widecli.errors import UsageError, WideError
 from widecli.evaluate.backoff import is_out_of_memory, release_memory
-from widecli.evaluate.texts import PERPLEXITY_TOKEN_CAPS, perplexity_key, perplexity_text
+from widecli.evaluate.texts import PERPLEXITY_TOKEN_CAPS, perplexity_key, perplexity_text, split_windows
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -186,13 +186,16 @@ def measure_perplexity(
 ) -> tuple[str, PerplexityResult]:
     """Perplexity of a named text or a text file: the result's key (`wikitext2/token_ppl`) and the result.
 
-    `pydoc-topics` is capped at its first 4096 tokens unless `max_windows` says how much to read; the label tells.
+    `name@N` reads the first N windows, whatever `max_windows` says. `pydoc-topics` is capped at its first 4096 tokens
+    unless windows are given; the label tells.
     """
     import torch
 
-    label, text = perplexity_text(name, data_root, offline)
+    text_name, own_windows = split_windows(name)
+    max_windows = own_windows or max_windows
+    label, text = perplexity_text(text_name, data_root, offline)
     encoded = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    cap = PERPLEXITY_TOKEN_CAPS.get(name)
+    cap = PERPLEXITY_TOKEN_CAPS.get(text_name)
     if max_windows is None and cap is not None and len(encoded) > cap:
         encoded = encoded[:cap]
         label = f"{label}, first {cap} tokens"

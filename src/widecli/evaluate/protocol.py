@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from widecli.evaluate.texts import split_windows
+
 if TYPE_CHECKING:
     from widecli.recipe.schema import EvalSection
 
@@ -76,11 +78,13 @@ def _installed(package: str) -> str:
 
 def _text_identity(name: str) -> str:
     """A named text stands for itself; a file for its contents, so that an edited file is another protocol."""
-    path = Path(name).expanduser()
+    text, windows = split_windows(name)
+    path = Path(text).expanduser()
     if not path.is_file():
         return name
     with path.open("rb") as file:
-        return f"{path.name}:{hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    return f"{path.name}:{digest}" + (f"@{windows}" if windows else "")
 
 
 def _data_identity(data_root: str | None) -> str:

@@ -33,9 +33,17 @@ def perplexity_text(name: str, data_root: str | None = None, offline: bool = Fal
     return Path(name).name, _read_file(name)
 
 
+def split_windows(name: str) -> tuple[str, int | None]:
+    """`wikitext2@60` -> (`wikitext2`, 60): a text cut to its first windows; without a suffix (name, None)."""
+    text, at, count = name.rpartition("@")
+    if at and count.isdecimal() and int(count) > 0:
+        return text, int(count)
+    return name, None
+
+
 def perplexity_key(name: str) -> str:
-    """The name of a result: `wikitext2/token_ppl`; a file goes by its name without folder and suffix."""
-    if name in ("wikitext2", "pydoc-topics"):
+    """The name of a result: `wikitext2/token_ppl`, `wikitext2@60/token_ppl`; a file's without folder and suffix."""
+    if split_windows(name)[0] in ("wikitext2", "pydoc-topics"):
         return f"{name}/token_ppl"
     return f"{Path(name).name.split('.')[0] or Path(name).name}/token_ppl"
 

@@ -145,7 +145,8 @@ class EvalSection(Section):
         None, description="folder with data sets under their Hub ids, read instead of the Hub"
     )
     perplexity: tuple[str, ...] = Field(
-        ("pydoc-topics",), description="texts for token perplexity: wikitext2, pydoc-topics, or a text file"
+        ("pydoc-topics",),
+        description="texts for token perplexity: wikitext2, pydoc-topics or a file; name@60 = first 60 windows",
     )
     perplexity_window: PositiveInt = Field(2048, description="tokens in one window of the perplexity")
     perplexity_windows: PositiveInt | None = Field(None, description="windows a text; default: all")

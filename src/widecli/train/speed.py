@@ -1,0 +1,137 @@
+"""What makes a training step fast: the same step with one choice changed at a time.
+
+    python -m widecli.train.speed smollm2_s50_g64 --out speed.json
+
+Correct first: every variant's first loss must agree with the first variant's. Times are medians of blocks of steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from widecli.errors import WideError
+from widecli.model.backbone import load_backbone
+from widecli.model.budget import Budget
+from widecli.model.plan import RoutingPlan
+from widecli.model.routed import RoutedModel
+from widecli.profiling.environment import environment
+from widecli.recipe.load import resolve
+from widecli.recipe.schema import Recipe
+from widecli.train import loss
+from widecli.train.loop import Trainer
+
+LOSS_TOLERANCE = 0.02  # relative; bf16 against fp32 differs by about 0.5 % here
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the step."""
+
+    name: str
+    dtype: str
+    compile: bool
+    chunked: bool
+    checkpointing: bool = False
+
+
+VARIANTS = (
+    Variant("fp32, eager, whole logits", "float32", compile=False, chunked=False),
+    Variant("bf16, eager, whole logits", "bfloat16", compile=False, chunked=False),
+    Variant("bf16, eager, chunked loss", "bfloat16", compile=False, chunked=True),
+    Variant("bf16, compiled, whole logits", "bfloat16", compile=True, chunked=False),
+    Variant("bf16, compiled, chunked loss", "bfloat16", compile=True, chunked=True),
+    Variant("bf16, eager, chunked loss, activation checkpointing", "bfloat16", False, True, checkpointing=True),
+)
+
+
+def measure(recipe: Recipe, variant: Variant, steps: int) -> dict[str, Any]:
+    """Run `steps` steps on random token ids; returns speed, peak memory and the first loss."""
+    torch.compiler.reset()
+    backbone = load_backbone(recipe.model.model_copy(update={"dtype": variant.dtype}))
+    plan = RoutingPlan.from_section(recipe.routing, backbone.shape)
+    length = recipe.data.sequence_length
+    routed = RoutedModel.attach(backbone.model, plan, seed=recipe.train.seed)
+    settings = recipe.train.model_copy(
+        update={"steps": steps, "compile": variant.compile, "activation_checkpointing": variant.checkpointing}
+    )
+    budget = Budget.from_section(recipe.budget, plan, backbone.shape, length)
+    generator = torch.Generator().manual_seed(0)
+    shape = (settings.batch_size, length)
+    ids = torch.randint(0, backbone.shape.vocab_size, shape, generator=generator)
+
+    def fetch(step: int, rows: Sequence[int]) -> tuple[Tensor, None]:
+        return ids[list(rows)], None
+
+    on_gpu = backbone.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with _chunk_size(variant.chunked):
+        trainer = Trainer(routed, budget, settings, fetch, length)
+        records = list(trainer.run(0, steps))
+        trainer.close()
+    routed.detach()
+    result = {
+        "variant": variant.name,
+        "tokens_per_second": median(r.tokens_per_second for r in records[len(records) // 2 :]),
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "first_loss": records[0].lm_loss,
+        "micro_batch_size": trainer.micro_batch_size,
+    }
+    del backbone, routed, trainer
+    gc.collect()
+    return result
+
+
+@contextmanager
+def _chunk_size(chunked: bool) -> Iterator[None]:
+    before = loss.CHUNK_BYTES
+    loss.CHUNK_BYTES = before if chunked else 2**62
+    try:
+        yield
+    finally:
+        loss.CHUNK_BYTES = before
+
+
+def main() -> None:
+    """Measure every variant of a recipe's step and write one JSON document."""
+    parser = argparse.ArgumentParser(prog="python -m widecli.train.speed", description=__doc__)
+    parser.add_argument("recipe", nargs="?", help="default: the schema's defaults")
+    parser.add_argument("overrides", nargs="*", help="key=value")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    resolved = resolve(arguments.recipe, arguments.overrides, {})
+    results: list[dict[str, Any]] = []
+    for variant in VARIANTS:
+        results.append(measure(resolved.recipe, variant, arguments.steps))
+        found = results[-1]
+        memory = f", peak {found['peak_memory_bytes'] / 2**30:.1f} GiB" if found["peak_memory_bytes"] else ""
+        print(f"{variant.name}: {found['tokens_per_second']:,.0f} tokens/s{memory}", flush=True)
+        first = results[0]["first_loss"]
+        if abs(found["first_loss"] - first) > LOSS_TOLERANCE * first:
+            raise WideError(f"{variant.name} computes another loss: {found['first_loss']} instead of {first}")
+    document = {
+        "schema": "wide.train_speed/1",
+        "recipe": resolved.recipe.model_dump(mode="json"),
+        "steps": arguments.steps,
+        "results": results,
+        "environment": environment(),
+    }
+    if arguments.out:
+        arguments.out.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
