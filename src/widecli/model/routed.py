@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +36,16 @@ class Decision:
         self.noise: Tensor | None = None
         self.temperature: Tensor | None = None
         self.mask: Tensor | None = None
+        self.probing: Literal["no", "open", "routed"] = "no"
+        self.probe: Tensor | None = None  # while probing: the mask as a leaf whose gradient is wanted
 
     def take(self, x: Tensor) -> None:
         """Decide for the residual `x` [B, T, D]."""
         logits = self.router(x)
+        if self.probing != "no":
+            mask = torch.ones_like(logits[..., 0]) if self.probing == "open" else argmax_gate(logits).float()
+            self.mask = self.probe = mask.detach().requires_grad_(torch.is_grad_enabled())
+            return
         if self.noise is None or self.temperature is None:
             self.mask = argmax_gate(logits)
         else:
@@ -205,6 +211,21 @@ class RoutedModel:
             for decision, active in zip(decisions, before, strict=True):
                 decision.active = active
 
+    @contextmanager
+    def probing(self, open_gates: bool) -> Iterator[None]:
+        """Make every mask a leaf tensor, so that a backward pass inside the block leaves `decision.probe.grad`.
+
+        Masks are all ones (`open_gates`) or what the routers decide.
+        """
+        decisions = self._unique_decisions()
+        for decision in decisions:
+            decision.probing = "open" if open_gates else "routed"
+        try:
+            yield
+        finally:
+            for decision in decisions:
+                decision.probing, decision.probe = "no", None
+
     def set_gate(self, gumbel: Gumbel | None) -> None:
         """Decide by hard Gumbel-softmax with these inputs, or by argmax (None), from the next pass on.
 
@@ -221,13 +242,26 @@ class RoutedModel:
             decision.temperature = gumbel.temperature
             offset += width
 
-    def compile_layers(self, **options: Any) -> None:
-        """Compile the decoder layers in place, hooks included. One graph serves all layers of the same plan."""
+    @contextmanager
+    def compiled_layers(self, enabled: bool, **options: Any) -> Iterator[None]:
+        """Compile the decoder layers inside the block, hooks included. One graph serves all layers of the same plan.
+
+        Outside it runs eager: evaluation has many shapes, and each would cost a compilation.
+        """
+        if not enabled:
+            yield
+            return
         embedding = cast(Any, self.backbone).get_input_embeddings()
         # frozen embeddings give layer 0 an input without gradient, which would cost a second graph
-        self._handles.append(embedding.register_forward_hook(_require_grad))
+        handle = embedding.register_forward_hook(_require_grad)
         for layer in self.decoder_layers():
             layer.compile(**options)
+        try:
+            yield
+        finally:
+            handle.remove()
+            for layer in self.decoder_layers():
+                layer._compiled_call_impl = None  # what nn.Module.compile sets; there is no public way back
 
     def parameters(self) -> list[nn.Parameter]:
         """The routers' parameters."""

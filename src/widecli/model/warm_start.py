@@ -2,23 +2,26 @@
 
 A router is a linear map of rank r, so "predict how much each group matters for this token" has a closed form:
 
-1. Run the text and note, for each layer, part, token t and group g, the contribution
-   `c = ||W[:, g] h[t, g]||^2` that group g adds to the residual (W = o_proj or down_proj), relative to the residual
-   itself and to the group's cost: `score = log c - log ||x[t]||^2 - log cost[g]`.
+1. Run the text and score each group g of each layer and part for each token t, two ways:
+   - magnitude: `log ||W[:, g] h[t, g]||^2 - log ||x[t]||^2`, what the group adds to the residual, relative to it
+     (W = o_proj or down_proj);
+   - first order: `log (dLoss / dmask[t, g])^2`, the squared change of the language-model loss if the group is taken
+     out, to first order. One backward pass gives it for all groups, whatever happens in later layers.
+   Both minus the log of the group's cost, mixed with `first_order_weight`.
 2. Ridge regression of the scores on the router's features with a bias, cut to rank r (reduced-rank regression: keep the
    top right-singular directions of the fitted values).
 3. One threshold for all layers and parts such that the share of scores below it meets the budget; the execute logit is
    the score above the threshold, the skip logit its negative.
 
-Skipping changes the residual that later routers read. So the statistics are taken again with the layers routed
-(`rounds`), and thresholds are set on scores seen under routing (`threshold_passes`).
+Skipping changes the residual that later routers read. So statistics are taken again with the layers routed (`rounds`),
+and thresholds are searched on what routed passes really skip (`threshold_passes`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +30,15 @@ from torch import Tensor, nn
 
 from widecli.model.budget import Budget
 from widecli.model.cost import part_flops, part_parameters
+from widecli.model.loss import next_token_loss
 from widecli.model.plan import PARTS, PartName
 from widecli.model.routed import Decision, RoutedModel
 from widecli.model.router import Router
 
 Batch = tuple[Tensor, Tensor | None]  # input ids [B, T] and validity mask [B, T], or None without padding
 _TINY = 1e-20  # contributions of dead groups: keeps their log finite
+_MOST_STRETCH = 4.0
+_TINY_GRADIENT = 1e-14  # squared; below what bf16 passes resolve
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,8 @@ class WarmStart:
     """Settings of the closed form. `scale` multiplies the logits: the larger, the more decided the start."""
 
     rounds: int = 2
-    threshold_passes: int = 2
+    threshold_passes: int = 4
+    first_order_weight: float = 1.0
     ridge: float = 1e-3
     scale: float = 1.0
 
@@ -102,20 +109,49 @@ def closed_form(
     settings = settings or WarmStart()
     say = progress or (lambda _: None)
     thresholds = dict.fromkeys(routed.decisions.values(), 0.0)
-    with torch.no_grad():
-        for round_index in range(settings.rounds):
-            say(f"statistics, pass {round_index + 1} of {settings.rounds}")
-            moments = _collect(routed, batches, under_routing=round_index > 0)
+    for index in range(settings.rounds):
+        say(f"statistics, pass {index + 1} of {settings.rounds}")
+        moments = _collect(routed, batches, settings.first_order_weight, under_routing=index > 0)
+        with torch.no_grad():
             for decision, m in moments.items():
                 _set_scores(decision.router, m, settings, thresholds[decision])
-            for i in range(settings.threshold_passes):
-                say(f"thresholds, pass {i + 1} of {settings.threshold_passes}")
-                # without any threshold yet the routers cannot route, so the first look is at the dense model
-                logits = _logits(routed, batches, under_routing=round_index + i > 0)
-                for decision, shift in _thresholds(routed, logits, budget).items():
-                    decision.router.up.bias[0::2] -= shift
-                    decision.router.up.bias[1::2] += shift
-                    thresholds[decision] += shift / settings.scale
+            _meet_budget(routed, batches, budget, settings, thresholds, first=index == 0, say=say)
+
+
+def _meet_budget(
+    routed: RoutedModel,
+    batches: Sequence[Batch],
+    budget: Budget,
+    settings: WarmStart,
+    thresholds: dict[Decision, float],
+    *,
+    first: bool,
+    say: Callable[[str], None],
+) -> None:
+    """Move the thresholds until routed passes skip what the budget asks for.
+
+    A quantile of the present scores falls short, always: once more is skipped, the scores of later layers rise. So each
+    move is stretched by how far the last one fell short of what its quantile promised.
+    """
+    promised: dict[Decision, float] = {}
+    before: dict[Decision, float] = {}
+    stretch = dict.fromkeys(thresholds, 1.0)
+    for i in range(settings.threshold_passes):
+        say(f"thresholds, pass {i + 1} of {settings.threshold_passes}")
+        # without any threshold yet the routers cannot route, so the first look is at the dense model
+        logits = _logits(routed, batches, under_routing=not first or i > 0)
+        shifts = _thresholds(routed, logits, budget)
+        for decision, shift in shifts.items():
+            moved = before.get(decision, 0.0)
+            if i > (1 if first else 0) and moved * shift > 0:
+                # the last move should have left no shift at all; what is left tells how much of it was eaten
+                eaten = min(0.75, shift / promised[decision])
+                stretch[decision] = min(_MOST_STRETCH, stretch[decision] / (1 - eaten))
+            promised[decision] = shift
+            before[decision] = step = shift * stretch[decision]
+            decision.router.up.bias[0::2] -= step
+            decision.router.up.bias[1::2] += step
+            thresholds[decision] += step / settings.scale
 
 
 def _set_scores(router: Router, moments: _Moments, settings: WarmStart, threshold: float) -> None:
@@ -170,47 +206,50 @@ def _hooked(
             handle.remove()
 
 
-def _run(routed: RoutedModel, batches: Iterable[Batch], under_routing: bool, valid: list[Tensor | None]) -> None:
-    for ids, mask in batches:
-        valid[0] = mask
-        if under_routing:
-            routed.decoder(input_ids=ids, attention_mask=mask, use_cache=False)
-        else:
-            with routed.dense():
-                routed.decoder(input_ids=ids, attention_mask=mask, use_cache=False)
-
-
 def _rows(x: Tensor, valid: Tensor | None) -> Tensor:
     """x [B, T, K] -> the rows of real tokens [n, K]."""
     return x.flatten(0, 1) if valid is None else x[valid.bool()]
 
 
-def _collect(routed: RoutedModel, batches: Sequence[Batch], under_routing: bool) -> dict[Decision, _Moments]:
+def _collect(
+    routed: RoutedModel, batches: Sequence[Batch], first_order_weight: float, under_routing: bool
+) -> dict[Decision, _Moments]:
+    """Moments of features against scores over all batches; `under_routing`: with the present routers deciding."""
     moments: dict[Decision, _Moments] = {}
     inputs: dict[Decision, Tensor] = {}
-    pending: dict[Decision, Tensor] = {}
-    valid: list[Tensor | None] = [None]
+    added: dict[Decision, Tensor] = {}
 
     def on_input(decision: Decision, x: Tensor) -> None:
-        inputs[decision] = _rows(x, valid[0]).float()
+        inputs[decision] = x.detach()
 
     def on_output(decision: Decision, part: PartName, hidden: Tensor, weight: Tensor) -> None:
-        added = contribution(_rows(hidden, valid[0]), weight, decision.router.groups)
-        parts = routed.parts_of(decision)
-        if part != parts[-1]:  # one decision for both parts: wait for the second contribution
-            pending[decision] = added
-            return
-        if decision in pending:
-            added = added + pending.pop(decision)
-        x = inputs.pop(decision)
-        scores = (added.double() + _TINY).log() - (x.double().square().sum(-1, keepdim=True) + _TINY).log()
-        features = decision.router.features(x)
-        if decision not in moments:
-            moments[decision] = _Moments.zeros(features.shape[1], decision.router.groups, features.device)
-        moments[decision].add(features, scores - _log_cost(routed, decision))
+        if first_order_weight < 1:
+            flat = contribution(hidden.detach().flatten(0, 1), weight, decision.router.groups)
+            part_added = flat.view(*hidden.shape[:2], -1)
+            # one decision for both parts: what both add counts
+            added[decision] = added[decision] + part_added if decision in added else part_added
 
-    with _hooked(routed, on_input, on_output):
-        _run(routed, batches, under_routing, valid)
+    for ids, valid in batches:
+        with _hooked(routed, on_input, on_output), routed.probing(open_gates=not under_routing):
+            hidden = routed.decoder(input_ids=ids, attention_mask=valid, use_cache=False).last_hidden_state
+            if first_order_weight > 0:
+                torch.autograd.backward(next_token_loss(hidden, routed.lm_head.weight, ids, valid))
+            for decision, x in inputs.items():
+                x = _rows(x, valid).float()
+                scores = x.new_zeros(len(x), decision.router.groups, dtype=torch.float64)
+                if first_order_weight < 1:
+                    magnitude = (_rows(added.pop(decision), valid).double() + _TINY).log()
+                    relative = magnitude - (x.double().square().sum(-1, keepdim=True) + _TINY).log()
+                    scores += (1 - first_order_weight) * relative
+                if first_order_weight > 0:
+                    assert decision.probe is not None and decision.probe.grad is not None
+                    gradient = _rows(decision.probe.grad, valid).double()
+                    scores += first_order_weight * (gradient.square() + _TINY_GRADIENT).log()
+                features = decision.router.features(x)
+                if decision not in moments:
+                    moments[decision] = _Moments.zeros(features.shape[1], decision.router.groups, features.device)
+                moments[decision].add(features, scores - _log_cost(routed, decision))
+        inputs.clear()
     return moments
 
 
@@ -225,7 +264,10 @@ def _logits(routed: RoutedModel, batches: Sequence[Batch], under_routing: bool) 
 
     sample = batches[: max(1, len(batches) // 2)]  # a threshold needs fewer tokens than a regression
     with _hooked(routed, on_input, None):
-        _run(routed, sample, under_routing, valid)
+        for ids, mask in sample:
+            valid[0] = mask
+            with nullcontext() if under_routing else routed.dense():
+                routed.decoder(input_ids=ids, attention_mask=mask, use_cache=False)
     return {decision: torch.cat(parts) for decision, parts in found.items()}
 
 

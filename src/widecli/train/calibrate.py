@@ -83,9 +83,13 @@ def calibrate(resolved: ResolvedRecipe, run: Run, reporter: Reporter, *, offline
     started = time.perf_counter()
     recipe = resolved.recipe
     job = _prepare(recipe, resolved.hash8, run, reporter, offline)
-    trainer = Trainer(job.routed, job.budget, recipe.train, _fetcher(job), recipe.data.sequence_length)
     validation = _Validation(job, offline)
     done = checkpoint.steps(run.checkpoints)
+    if not done:
+        validation.measure_dense(reporter)
+        _start_routers(job, reporter)
+        validation.measure_start(reporter)
+    trainer = Trainer(job.routed, job.budget, recipe.train, _fetcher(job), recipe.data.sequence_length)
     if done:
         first = state.load_optimizer(done[-1][1], trainer.optimizer, trainer.parameters)
         checkpoint.load_routers(done[-1][1], job.routed.routers)
@@ -93,9 +97,6 @@ def calibrate(resolved: ResolvedRecipe, run: Run, reporter: Reporter, *, offline
         run.rewind_metrics(first + 1)
     else:
         first = 0
-        validation.measure_dense(reporter)
-        _start_routers(job, reporter)
-        validation.measure_start(reporter)
         job.save(trainer, 0)
     speeds = _train(job, trainer, first, reporter)
     final = validation.measure_final(reporter)
@@ -194,7 +195,6 @@ def _train(job: _Job, trainer: Trainer, first: int, reporter: Reporter) -> list[
                 raise Preempted(f"stopped by a signal after step {record.step}; --resume continues")
             if record.step % train.save_every == 0 and record.step < train.steps:
                 job.save(trainer, record.step)
-    trainer.close()
     return speeds
 
 

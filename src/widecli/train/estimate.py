@@ -76,7 +76,7 @@ def _backbone_parameters(shape: ModelShape) -> int:
 
 def _activation_bytes(recipe: Recipe, shape: ModelShape, groups: int, tokens: int, value_bytes: int) -> float:
     """Tensors kept for the backward pass of one micro-batch, plus one chunk of logits."""
-    from widecli.train.loss import CHUNK_BYTES
+    from widecli.model.loss import CHUNK_BYTES
 
     heads = (3 * shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
     eager_layer = (6 * shape.hidden_size + heads + 4 * shape.intermediate_size) * value_bytes

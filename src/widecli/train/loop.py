@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,8 @@ from torch import Tensor
 from widecli.errors import WideError
 from widecli.model.budget import Budget
 from widecli.model.gate import Gumbel, logistic_noise
+from widecli.model.loss import next_token_loss
 from widecli.model.routed import RoutedModel
-from widecli.train.loss import next_token_loss
 from widecli.train.schedules import learning_rate, temperature
 
 if TYPE_CHECKING:
@@ -67,49 +68,50 @@ class Trainer:
         self.compiled = self.device.type == "cuda" if settings.compile == "auto" else settings.compile
         self._temperature = torch.zeros((), device=self.device)
         self._gradients_checked = False
-        self._prepare()
 
     def _first_micro_batch_size(self, sequence_length: int) -> int:
         if self.device.type == "cuda":
             return self.settings.batch_size
         return max(1, min(self.settings.batch_size, CPU_MICRO_TOKENS // sequence_length))
 
-    def _prepare(self) -> None:
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """The backbone as training wants it; afterwards it is as it was, deciding by argmax."""
         backbone: Any = self.routed.backbone
-        if self.settings.activation_checkpointing:
+        checkpointing = self.settings.activation_checkpointing
+        if checkpointing:
             # the re-entrant kind would lose the gradient of the masks, which leave the layer on the side
             backbone.gradient_checkpointing_enable({"use_reentrant": False})
             backbone.train()  # Hugging Face checkpoints in training mode only
-        if self.compiled:
-            self.routed.compile_layers(dynamic=False)
-
-    def close(self) -> None:
-        """Put the backbone back to evaluation."""
-        backbone: Any = self.routed.backbone
-        if self.settings.activation_checkpointing:
-            backbone.gradient_checkpointing_disable()
-        backbone.eval()
-        self.routed.set_gate(None)
+        try:
+            with self.routed.compiled_layers(self.compiled, dynamic=False):
+                yield
+        finally:
+            if checkpointing:
+                backbone.gradient_checkpointing_disable()
+                backbone.eval()
+            self.routed.set_gate(None)
 
     def run(self, first: int, last: int) -> Iterator[StepRecord]:
         """Steps `first` to `last - 1`, counted from 0. Raises WideError when the loss stops being finite.
 
         Records come in blocks on a GPU: reading a loss waits for the device, so it happens every tenth step.
         """
-        pending: list[tuple[int, Tensor, float, float]] = []
-        started = time.perf_counter()
-        tokens = 0
-        for step in range(first, last):
-            measured, lr, tau, count = self._step(step)
-            tokens += count
-            pending.append((step, measured, lr, tau))
-            if step == first or self.at_block_end(step + 1):
-                values = torch.stack([m for _, m, _, _ in pending]).cpu().tolist()
-                seconds = time.perf_counter() - started
-                for (done, _, lr_then, tau_then), row in zip(pending, values, strict=True):
-                    yield self._record(done, row, lr_then, tau_then, tokens / seconds)
-                pending.clear()
-                started, tokens = time.perf_counter(), 0
+        with self._training():
+            pending: list[tuple[int, Tensor, float, float]] = []
+            started = time.perf_counter()
+            tokens = 0
+            for step in range(first, last):
+                measured, lr, tau, count = self._step(step)
+                tokens += count
+                pending.append((step, measured, lr, tau))
+                if step == first or self.at_block_end(step + 1):
+                    values = torch.stack([m for _, m, _, _ in pending]).cpu().tolist()
+                    seconds = time.perf_counter() - started
+                    for (done, _, lr_then, tau_then), row in zip(pending, values, strict=True):
+                        yield self._record(done, row, lr_then, tau_then, tokens / seconds)
+                    pending.clear()
+                    started, tokens = time.perf_counter(), 0
 
     def at_block_end(self, done: int) -> bool:
         """Whether records are complete after `done` steps, so that saving then stores the step it says."""

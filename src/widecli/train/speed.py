@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from widecli.errors import WideError
+from widecli.model import loss
 from widecli.model.backbone import load_backbone
 from widecli.model.budget import Budget
 from widecli.model.plan import RoutingPlan
@@ -28,7 +29,6 @@ from widecli.model.routed import RoutedModel
 from widecli.profiling.environment import environment
 from widecli.recipe.load import resolve
 from widecli.recipe.schema import Recipe
-from widecli.train import loss
 from widecli.train.loop import Trainer
 
 LOSS_TOLERANCE = 0.02  # relative; bf16 against fp32 differs by about 0.5 % here
@@ -80,7 +80,6 @@ def measure(recipe: Recipe, variant: Variant, steps: int) -> dict[str, Any]:
     with _chunk_size(variant.chunked):
         trainer = Trainer(routed, budget, settings, fetch, length)
         records = list(trainer.run(0, steps))
-        trainer.close()
     routed.detach()
     result = {
         "variant": variant.name,
