@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ def run_tasks(
     with quiet_harness(), templates_compiled_once(), torch.no_grad():
         from lm_eval.evaluator import simple_evaluate
         from lm_eval.tasks import TaskManager
+        from lm_eval.utils import handle_non_serializable
 
         from widecli.evaluate.language_model import ScoringModel
 
@@ -70,7 +72,9 @@ def run_tasks(
             model.train(was_training)
     if results is None:
         raise WideError("lm-eval gave no results: it returns them on the process with rank 0 only.")
-    return dict(results)
+    # task configurations hold functions: plain JSON, as lm-eval itself writes them
+    plain: dict[str, Any] = json.loads(json.dumps(results, default=handle_non_serializable))
+    return plain
 
 
 def _loaded(tasks: Sequence[Any], *, data_root: str | None, offline: bool) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -43,6 +43,12 @@ class Budget:
         if plan.mode == "layer" and budget.kind == "parts":
             raise UsageError("routing.mode=layer takes one decision for both parts; budget.kind=parts cannot hold")
         return budget
+
+    def scaled(self, share: float) -> Budget:
+        """The same budget with every target multiplied by `share`."""
+        attention = None if self.attention is None else self.attention * share
+        ffn = None if self.ffn is None else self.ffn * share
+        return replace(self, sparsity=self.sparsity * share, attention=attention, ffn=ffn)
 
     def target(self, part: PartName) -> float | None:
         """Target of one part (kind = parts)."""

@@ -43,10 +43,16 @@ _TINY_GRADIENT = 1e-14  # squared; below what bf16 passes resolve
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Settings of the closed form. `scale` multiplies the logits: the larger, the more decided the start."""
+    """Settings of the closed form.
+
+    `budget_share`: the start skips this share of the budget and training closes the gap: a start that already meets a
+    large budget is a broken model, and training from it ends worse (measured). 1 for a start that is the result.
+    `scale` multiplies the logits: the larger, the more decided the start.
+    """
 
     rounds: int = 2
     threshold_passes: int = 4
+    budget_share: float = 0.5
     first_order_weight: float = 1.0
     ridge: float = 1e-3
     scale: float = 1.0
@@ -108,6 +114,7 @@ def closed_form(
     """Set every router from `batches` (at most a few 10k tokens), so that they meet `budget` on that text."""
     settings = settings or WarmStart()
     say = progress or (lambda _: None)
+    budget = budget.scaled(settings.budget_share)
     thresholds = dict.fromkeys(routed.decisions.values(), 0.0)
     for index in range(settings.rounds):
         say(f"statistics, pass {index + 1} of {settings.rounds}")

@@ -176,7 +176,9 @@ def _start_routers(job: _Job, reporter: Reporter) -> None:
     for start in range(0, count, size):
         ids, valid = _batch(job.tokens, order[start : start + size])
         batches.append((ids.to(device), None if valid is None else valid.to(device)))
-    closed_form(job.routed, batches, job.budget, WarmStart(), lambda text: reporter.note(f"closed form: {text}"))
+    # without steps the start is the result, so it has to meet the budget itself
+    settings = WarmStart() if job.recipe.train.steps else WarmStart(budget_share=1.0)
+    closed_form(job.routed, batches, job.budget, settings, lambda text: reporter.note(f"closed form: {text}"))
 
 
 def _train(job: _Job, trainer: Trainer, first: int, reporter: Reporter) -> list[float]:
