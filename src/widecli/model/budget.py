@@ -21,7 +21,10 @@ BudgetKind = Literal["rate", "parts", "uniform", "flops"]
 
 @dataclass(frozen=True)
 class Budget:
-    """Targets and the weight of their loss term; `context_tokens` sets the cost of attention for `flops`."""
+    """Targets and the weight of their loss term; `context_tokens` sets the cost of attention for `flops`.
+
+    `start_share` and `ramp_ratio` say how the target rises during training (`train.schedules.budget_share`).
+    """
 
     kind: BudgetKind
     sparsity: float
@@ -29,11 +32,13 @@ class Budget:
     ffn: float | None = None
     weight: float = 20.0
     context_tokens: int = 1024
+    start_share: float = 0.5
+    ramp_ratio: float = 0.0
 
     @classmethod
     def from_section(cls, section: BudgetSection, plan: RoutingPlan, shape: ModelShape, context_tokens: int) -> Budget:
         """Build the budget and check that the plan routes what it constrains. Raises UsageError."""
-        budget = cls(section.kind, section.sparsity, section.attention, section.ffn, section.weight, context_tokens)
+        budget = cls(**section.model_dump(), context_tokens=context_tokens)
         layers = plan.layers(shape)
         for part in PARTS:
             if budget.kind == "parts" and budget.target(part) is not None and not any(x.groups(part) for x in layers):

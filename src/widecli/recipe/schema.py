@@ -91,6 +91,12 @@ class BudgetSection(Section):
     attention: Fraction | None = Field(None, description="target of the attention part (kind = parts)")
     ffn: Fraction | None = Field(None, description="target of the FFN part (kind = parts)")
     weight: Annotated[float, Field(ge=0.0)] = Field(20.0, description="weight of the budget term in the loss")
+    start_share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.5, description="share of the budget that the closed form already skips; training closes the gap"
+    )
+    ramp_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.0, description="share of the steps over which the target rises from start_share to the whole; 0 = at once"
+    )
 
     @model_validator(mode="after")
     def _targets_match_kind(self) -> BudgetSection:

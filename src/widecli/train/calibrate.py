@@ -177,7 +177,7 @@ def _start_routers(job: _Job, reporter: Reporter) -> None:
         ids, valid = _batch(job.tokens, order[start : start + size])
         batches.append((ids.to(device), None if valid is None else valid.to(device)))
     # without steps the start is the result, so it has to meet the budget itself
-    settings = WarmStart() if job.recipe.train.steps else WarmStart(budget_share=1.0)
+    settings = WarmStart(budget_share=job.recipe.budget.start_share if job.recipe.train.steps else 1.0)
     closed_form(job.routed, batches, job.budget, settings, lambda text: reporter.note(f"closed form: {text}"))
 
 

@@ -20,7 +20,7 @@ from widecli.model.budget import Budget
 from widecli.model.gate import Gumbel, logistic_noise
 from widecli.model.loss import next_token_loss
 from widecli.model.routed import RoutedModel
-from widecli.train.schedules import learning_rate, temperature
+from widecli.train.schedules import budget_share, learning_rate, temperature
 
 if TYPE_CHECKING:
     from widecli.recipe.schema import TrainSection
@@ -193,11 +193,16 @@ class Trainer:
         with routed.tracing() as trace:
             hidden = routed.decoder(input_ids=ids, attention_mask=valid, use_cache=False).last_hidden_state
         lm = next_token_loss(hidden, routed.lm_head.weight, ids, valid, compiled=self.compiled) / predictions
-        distance = self.budget.distance(trace) * share
+        distance = self._budget_at(step).distance(trace) * share
         torch.autograd.backward(lm + self.budget.weight * distance)
         with torch.no_grad():
             rates = [trace.layer_rates(p).mean() * share for p in ("attention", "ffn")]
             return torch.stack([lm.detach(), distance.detach(), *rates]).float()
+
+    def _budget_at(self, step: int) -> Budget:
+        """The budget with its targets as the ramp has them at this step."""
+        budget, steps = self.budget, self.settings.steps
+        return budget.scaled(budget_share(step, steps, budget.start_share, budget.ramp_ratio))
 
     @torch.no_grad()
     def _check_gradients(self) -> None:

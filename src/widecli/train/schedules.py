@@ -13,6 +13,14 @@ def learning_rate(step: int, steps: int, peak: float, warmup_ratio: float) -> fl
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1.0, steps - warmup)))
 
 
+def budget_share(step: int, steps: int, start_share: float, ramp_ratio: float) -> float:
+    """Share of the budget asked for at a step: linear from `start_share` to 1 over `ramp_ratio * steps`, then 1."""
+    ramp = ramp_ratio * steps
+    if step >= ramp:
+        return 1.0
+    return start_share + (1 - start_share) * step / ramp
+
+
 def temperature(step: int, steps: int, start: float, end: float) -> float:
     """Gumbel-softmax temperature, linear from `start` at the first step to `end` at the last."""
     return start + (end - start) * step / max(1, steps - 1)
