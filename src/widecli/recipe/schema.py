@@ -122,7 +122,7 @@ class TrainSection(Section):
     warmup_ratio: Fraction = Field(0.1, description="share of the steps with a rising learning rate")
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    temperature_start: Annotated[float, Field(gt=0)] = Field(5.0, description="Gumbel-softmax temperature, first step")
+    temperature_start: Annotated[float, Field(gt=0)] = Field(2.0, description="Gumbel-softmax temperature, first step")
     temperature_end: Annotated[float, Field(gt=0)] = Field(0.5, description="Gumbel-softmax temperature, last step")
     seed: Annotated[int, Field(ge=0)] = 0
     compile: bool | Literal["auto"] = Field(
