@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,7 +50,7 @@ class Reporter(Protocol):
 
 
 @dataclass
-class _Job:
+class Job:
     """Everything a calibration holds on to."""
 
     recipe: Recipe
@@ -62,6 +62,7 @@ class _Job:
     budget: Budget
 
     def save(self, trainer: Trainer, step: int, achieved: dict[str, Any] | None = None) -> Path:
+        """Write `checkpoints/step-<step>`, from which `--resume` continues; older ones keep their routers only."""
         directory = self.run.checkpoints / f"step-{step:06d}"
         config = checkpoint.CheckpointConfig(
             self.backbone.identity, self.routed.plan, step, self.recipe_hash, achieved or {}
@@ -82,7 +83,7 @@ def calibrate(resolved: ResolvedRecipe, run: Run, reporter: Reporter, *, offline
     """
     started = time.perf_counter()
     recipe = resolved.recipe
-    job = _prepare(recipe, resolved.hash8, run, reporter, offline)
+    job = prepare(recipe, resolved.hash8, run, reporter.note, offline)
     validation = _Validation(job, offline)
     done = checkpoint.steps(run.checkpoints)
     if not done:
@@ -120,8 +121,9 @@ def calibrate(resolved: ResolvedRecipe, run: Run, reporter: Reporter, *, offline
     }
 
 
-def _prepare(recipe: Recipe, recipe_hash: str, run: Run, reporter: Reporter, offline: bool) -> _Job:
-    reporter.note(f"loading {recipe.model.name}")
+def prepare(recipe: Recipe, recipe_hash: str, run: Run, note: Callable[[str], None], offline: bool) -> Job:
+    """Load the backbone and the tokens and hang randomly started routers on; nothing is measured or written yet."""
+    note(f"loading {recipe.model.name}")
     backbone = load_backbone(recipe.model)
     plan = RoutingPlan.from_section(recipe.routing, backbone.shape)
     budget = Budget.from_section(recipe.budget, plan, backbone.shape, recipe.data.sequence_length)
@@ -133,18 +135,18 @@ def _prepare(recipe: Recipe, recipe_hash: str, run: Run, reporter: Reporter, off
         offline=offline,
         sampling=SamplingModel(backbone.model, backbone.tokenizer, name, recipe.train.seed),
     )
-    reporter.note(f"preparing tokens from {source.name}")
+    note(f"preparing tokens from {source.name}")
     needed = recipe.train.steps * recipe.train.batch_size * recipe.data.sequence_length
     tokens = prepare_tokens(
         source, backbone.tokenizer, recipe.data, tokens_needed=max(needed, recipe.routing.warm_start_tokens)
     )
     if tokens.exhausted and needed > tokens.total_tokens:
-        reporter.note(
+        note(
             f"the text has {tokens.total_tokens:,} tokens and {recipe.train.steps} steps read {needed:,}: it will be "
             f"repeated {needed / tokens.total_tokens:.0f} times; more text (--data) gives better routers"
         )
     routed = RoutedModel.attach(backbone.model, plan, seed=recipe.train.seed)
-    return _Job(recipe, recipe_hash, run, backbone, tokens, routed, budget)
+    return Job(recipe, recipe_hash, run, backbone, tokens, routed, budget)
 
 
 def _batch(tokens: TokenSet, indices: Any) -> tuple[Tensor, Tensor | None]:
@@ -153,7 +155,7 @@ def _batch(tokens: TokenSet, indices: Any) -> tuple[Tensor, Tensor | None]:
     return ids, None if bool(valid.all()) else valid
 
 
-def _fetcher(job: _Job) -> Any:
+def _fetcher(job: Job) -> Any:
     train = job.recipe.train
     stream = SequenceStream(len(job.tokens), train.batch_size, train.seed)
 
@@ -163,25 +165,31 @@ def _fetcher(job: _Job) -> Any:
     return fetch
 
 
-def _start_routers(job: _Job, reporter: Reporter) -> None:
-    routing = job.recipe.routing
-    if routing.warm_start == "random":
-        return
-    length = job.recipe.data.sequence_length
-    count = max(1, min(routing.warm_start_tokens // length, len(job.tokens)))
-    order = SequenceStream(len(job.tokens), count, job.recipe.train.seed + _WARM_START_SEED_OFFSET).batch(0)
+def warm_start_batches(recipe: Recipe, tokens: TokenSet, device: torch.device) -> list[Batch]:
+    """The text behind the closed form, in an order of its own, on the device."""
+    length = recipe.data.sequence_length
+    count = max(1, min(recipe.routing.warm_start_tokens // length, len(tokens)))
+    order = SequenceStream(len(tokens), count, recipe.train.seed + _WARM_START_SEED_OFFSET).batch(0)
     size = max(1, WARM_START_BATCH_TOKENS // length)
-    device = job.backbone.device
     batches: list[Batch] = []
     for start in range(0, count, size):
-        ids, valid = _batch(job.tokens, order[start : start + size])
+        ids, valid = _batch(tokens, order[start : start + size])
         batches.append((ids.to(device), None if valid is None else valid.to(device)))
+    return batches
+
+
+def _start_routers(job: Job, reporter: Reporter) -> None:
+    recipe = job.recipe
+    if recipe.routing.warm_start == "random":
+        return
+    batches = warm_start_batches(recipe, job.tokens, job.backbone.device)
+    tokens = sum(ids.numel() for ids, _ in batches)
     # without steps the start is the result, so it has to meet the budget itself
-    settings = WarmStart(budget_share=job.recipe.budget.start_share if job.recipe.train.steps else 1.0)
+    settings = WarmStart.for_tokens(tokens, recipe.budget.start_share if recipe.train.steps else 1.0)
     closed_form(job.routed, batches, job.budget, settings, lambda text: reporter.note(f"closed form: {text}"))
 
 
-def _train(job: _Job, trainer: Trainer, first: int, reporter: Reporter) -> list[float]:
+def _train(job: Job, trainer: Trainer, first: int, reporter: Reporter) -> list[float]:
     """The loop with its logs, checkpoints and signals. Returns the speeds seen after the first block, tokens/s."""
     train = job.recipe.train
     speeds: list[float] = []
@@ -227,7 +235,7 @@ def _stop_signals() -> Iterator[list[int]]:
 class _Validation:
     """Perplexity of a held-out text for the dense model, at the start and at the end, logged with the run."""
 
-    def __init__(self, job: _Job, offline: bool) -> None:
+    def __init__(self, job: Job, offline: bool) -> None:
         self.job = job
         self.offline = offline
         self.name = job.recipe.data.validation
