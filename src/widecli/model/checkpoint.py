@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from widecli.errors import UsageError, WideError
 from widecli.model.identity import BackboneIdentity
 from widecli.model.plan import RoutingPlan
+from widecli.model.router import plain_state
 
 SCHEMA = "wide.checkpoint/1"
 CONFIG = "wide_config.json"
@@ -98,8 +99,7 @@ def save(
     from safetensors.torch import save_file
 
     with atomic_directory(directory) as scratch:
-        tensors = {k: v.detach().cpu().contiguous() for k, v in routers.state_dict().items()}
-        save_file(tensors, scratch / ROUTERS, metadata={"format": "pt"})
+        save_file(plain_state(routers), scratch / ROUTERS, metadata={"format": "pt"})
         (scratch / CONFIG).write_text(json.dumps(config.to_json(), indent=2) + "\n")
         (scratch / "recipe.yaml").write_text(recipe_yaml)
         (scratch / "README.md").write_text(model_card(config))

@@ -226,6 +226,25 @@ class RoutedModel:
             for decision in decisions:
                 decision.probing, decision.probe = "no", None
 
+    @torch.no_grad()
+    def feature_scales(self, ids: Tensor, valid: Tensor | None) -> dict[Decision, Tensor]:
+        """Root mean square of every channel that each router reads [D], over the dense model's pass of `ids` [B, T]."""
+        scales: dict[Decision, Tensor] = {}
+        handles = []
+        for (index, part), decision in self.decisions.items():
+            norm, _ = self.part_modules(self.decoder_layers()[index], part)
+
+            def read(_: nn.Module, args: tuple[Tensor, ...], decision: Decision = decision) -> None:
+                x = args[0].flatten(0, 1) if valid is None else args[0][valid]
+                scales.setdefault(decision, decision.router.features(x).square().mean(0).sqrt().clamp_min(1e-6))
+
+            handles.append(norm.register_forward_pre_hook(read))
+        with self.dense():
+            self.decoder(input_ids=ids, attention_mask=valid, use_cache=False)
+        for handle in handles:
+            handle.remove()
+        return scales
+
     def set_gate(self, gumbel: Gumbel | None) -> None:
         """Decide by hard Gumbel-softmax with these inputs, or by argmax (None), from the next pass on.
 

@@ -10,6 +10,15 @@ from widecli.model.plan import Tap
 NORM_EPS = 1e-6
 
 
+def plain_state(routers: nn.Module) -> dict[str, Tensor]:
+    """The state of all routers below `routers` as a checkpoint holds it: on bare features, on the CPU."""
+    state = {key: value.detach() for key, value in routers.state_dict().items()}
+    for name, module in routers.named_modules():
+        if isinstance(module, Router):
+            state[f"{name}.down.weight"] = module.plain_down_weight()
+    return {key: value.cpu().contiguous() for key, value in state.items()}
+
+
 class Router(nn.Module):
     """`logits = up(down(x))`, D -> r -> 2 N, no nonlinearity between; class 0 = execute, class 1 = skip.
 
@@ -23,6 +32,26 @@ class Router(nn.Module):
         self.tap = tap
         self.down = nn.Linear(hidden_size, rank, dtype=torch.float32)
         self.up = nn.Linear(rank, 2 * groups, dtype=torch.float32)
+        self.register_buffer("feature_scale", torch.ones(hidden_size), persistent=False)
+        self.feature_scale: Tensor
+        self.is_scaled = False
+
+    @torch.no_grad()
+    def rescale(self, scale: Tensor | None) -> None:
+        """Train `down` on features divided by `scale` [D] (None = as they are); the function stays the same.
+
+        The residual's channels differ by a factor of 1000, and so do its layers. AdamW moves every weight by about the
+        learning rate, so on bare features a few channels make all the difference; on scaled ones every channel counts.
+        Scales are rounded to powers of two: rescaling is then exact, and a checkpoint holds plain weights.
+        """
+        new = torch.ones_like(self.feature_scale) if scale is None else torch.exp2(torch.log2(scale).round())
+        self.down.weight.mul_(new / self.feature_scale)
+        self.feature_scale.copy_(new)
+        self.is_scaled = scale is not None
+
+    def plain_down_weight(self) -> Tensor:
+        """`down.weight` as it acts on bare features, exactly."""
+        return self.down.weight.detach() / self.feature_scale
 
     def reset(self, generator: torch.Generator) -> None:
         """Random start: Kaiming-uniform weights (gain 1), zero biases, drawn on the CPU from `generator`."""
@@ -43,5 +72,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., D] to logits [..., N, 2] in fp32, outside any autocast."""
         with torch.autocast(x.device.type, enabled=False):
-            logits: Tensor = self.up(self.down(self.features(x)))
+            features = self.features(x)
+            if self.is_scaled:
+                features = features / self.feature_scale
+            logits: Tensor = self.up(self.down(features))
             return logits.view(*logits.shape[:-1], self.groups, 2)

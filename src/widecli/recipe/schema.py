@@ -128,6 +128,9 @@ class TrainSection(Section):
     compile: bool | Literal["auto"] = Field(
         "auto", description="torch.compile the decoder layer and the loss; auto = on a GPU (twice as fast there)"
     )
+    scale_features: bool = Field(
+        True, description="train the routers on features scaled channel by channel; stored weights are plain"
+    )
     activation_checkpointing: bool = Field(False, description="recompute layers in the backward pass: less memory")
     save_every: PositiveInt = Field(100, description="steps between checkpoints")
 

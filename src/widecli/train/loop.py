@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Fetch = Callable[[int, Sequence[int]], tuple[Tensor, Tensor | None]]
 """(step, rows of the global batch) -> input ids [B, T] and validity mask [B, T] or None, on the CPU."""
 
+_SCALING_ROWS = 4
 CPU_MICRO_TOKENS = 4096  # a CPU has no out-of-memory error to back off from
 
 
@@ -83,14 +84,25 @@ class Trainer:
             # the re-entrant kind would lose the gradient of the masks, which leave the layer on the side
             backbone.gradient_checkpointing_enable({"use_reentrant": False})
             backbone.train()  # Hugging Face checkpoints in training mode only
+        if self.settings.scale_features:
+            self._scale_features()
         try:
             with self.routed.compiled_layers(self.compiled, dynamic=False):
                 yield
         finally:
+            for decision in self.routed.decisions.values():
+                decision.router.rescale(None)
             if checkpointing:
                 backbone.gradient_checkpointing_disable()
                 backbone.eval()
             self.routed.set_gate(None)
+
+    def _scale_features(self) -> None:
+        """Scale by the first rows of the first batch: the same in a resumed run, with nothing to store."""
+        ids, valid = self.fetch(0, range(min(_SCALING_ROWS, self.settings.batch_size)))
+        valid = None if valid is None else valid.to(self.device)
+        for decision, scale in self.routed.feature_scales(ids.to(self.device), valid).items():
+            decision.router.rescale(scale)
 
     def run(self, first: int, last: int) -> Iterator[StepRecord]:
         """Steps `first` to `last - 1`, counted from 0. Raises WideError when the loss stops being finite.
