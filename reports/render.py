@@ -1,0 +1,162 @@
+"""Render the tables of reports/README.md from the records beside it: `python reports/render.py`.
+
+Every row is one run; its folder holds the summary, the recipe, the environment and, for a calibration, the metrics.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+HERE = Path(__file__).parent
+RECORDS = HERE / "smollm2-h200"
+HEAD = """# Measured results
+
+Written by `reports/render.py` from the records in this folder; no figure is typed by hand. Each row names its runs:
+`<folder>/calibrate-NAME` and `<folder>/eval-NAME` hold `summary.json`, `recipe.yaml` and `environment.json` (command,
+versions, device), the calibration also `metrics.jsonl`.
+"""
+
+
+def load(kind: str) -> dict[str, dict[str, Any]]:
+    """Summaries of one command by run name."""
+    found = {}
+    for path in sorted(RECORDS.glob(f"{kind}-*/summary.json")):
+        found[path.parent.name.removeprefix(f"{kind}-")] = json.loads(path.read_text())
+    return found
+
+
+def percent(value: float | None) -> str:
+    """A fraction as percent."""
+    return "" if value is None else f"{100 * value:.1f}"
+
+
+def figure(value: float | None) -> str:
+    """A perplexity."""
+    return "" if value is None else f"{value:.2f}"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table, first column left, the others right."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" + "---:|" * (len(head) - 1)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
+
+
+def quality(evals: dict[str, dict[str, Any]], runs: dict[str, dict[str, Any]]) -> str:
+    """One row a run with tasks: what was skipped and what was kept."""
+    rows = []
+    for name, found in evals.items():
+        if not found["tasks"]:
+            continue
+        skip, flops = found["skip_rate"] or {}, found["flops_skipped"] or {}
+        run = runs.get(name, {})
+        limit = found["protocol"]["limit"]
+        rows.append(
+            [
+                f"`{name}`",
+                run.get("plan", {}).get("mode", "dense"),
+                percent(run.get("budget", {}).get("sparsity")),
+                str(found["steps"] or ""),
+                percent(skip.get("attention")),
+                percent(skip.get("ffn")),
+                percent(flops.get("prunable")),
+                figure(found["perplexity"].get("wikitext2/token_ppl")),
+                figure(found["perplexity"].get("wikitext2@60/token_ppl")),
+                percent(found["average"]),
+                percent(found["retention"]),
+                "all" if limit is None else str(limit),
+            ]
+        )
+    head = ["run", "mode", "S, %", "steps", "attention skipped, %", "FFN skipped, %", "prunable FLOPs skipped, %"]
+    head += ["WikiText-2", "first 60 windows", "seven tasks, %", "kept, %", "items a task"]
+    return table(head, rows)
+
+
+def tasks(evals: dict[str, dict[str, Any]]) -> str:
+    """Accuracy by task (acc_norm where the task has it)."""
+    names = next(list(e["tasks"]) for e in evals.values() if e["tasks"])
+    rows = []
+    for name, found in evals.items():
+        if found["tasks"]:
+            values = [found["tasks"][t].get("acc_norm,none", found["tasks"][t]["acc,none"]) for t in names]
+            rows.append([f"`{name}`", *map(percent, values)])
+    return table(["run", *names], rows)
+
+
+def starts(evals: dict[str, dict[str, Any]], runs: dict[str, dict[str, Any]]) -> str:
+    """Perplexity by start and steps, mean and spread over the seeds."""
+    groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    for name, run in runs.items():
+        recipe = run["settings"]
+        if name in evals and run["plan"]["mode"] == "wide" and run["budget"]["sparsity"] == 0.5:
+            key = (recipe["warm_start"], recipe["scale_features"], recipe["temperature_start"], run["steps"])
+            groups[key].append(name)
+    rows = []
+    for key in sorted(groups, key=lambda k: (k[3], str(k))):
+        values = [evals[n]["perplexity"]["wikitext2@60/token_ppl"] for n in groups[key]]
+        whole = [evals[n]["perplexity"]["wikitext2/token_ppl"] for n in groups[key]]
+        skip = [evals[n]["skip_rate"]["mean"] for n in groups[key]]
+        spread = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
+        start, scaled, temperature, steps = key
+        rows.append(
+            [
+                f"{start}, {'scaled' if scaled else 'bare'} features, temperature {temperature:g}",
+                str(steps),
+                str(len(values)),
+                f"{mean(values):.2f}{spread}",
+                f"{mean(whole):.2f}",
+                percent(mean(skip)),
+                ", ".join(f"`{n}`" for n in groups[key]),
+            ]
+        )
+    return table(["start", "steps", "seeds", "first 60 windows", "WikiText-2", "skipped, %", "runs"], rows)
+
+
+def speed() -> str:
+    """Training speed, one choice at a time."""
+    document = json.loads((RECORDS / "train_speed.json").read_text())
+    rows = [
+        [r["variant"], f"{r['tokens_per_second']:,.0f}", f"{r['peak_memory_bytes'] / 2**30:.1f}"]
+        for r in document["results"]
+    ]
+    return table(["step", "tokens/s", "peak memory, GiB"], rows)
+
+
+def settings(name: str) -> dict[str, Any]:
+    """The few recipe values that the tables group by, from the run's own recipe."""
+    import yaml
+
+    recipe = yaml.safe_load((RECORDS / f"calibrate-{name}" / "recipe.yaml").read_text())
+    train = recipe["train"]
+    return {
+        "warm_start": recipe["routing"]["warm_start"],
+        "scale_features": train["scale_features"],
+        "temperature_start": train["temperature_start"],
+    }
+
+
+def main() -> None:
+    """Write README.md."""
+    evals, runs = load("eval"), load("calibrate")
+    for name, run in runs.items():
+        run["settings"] = settings(name)
+    parts = [
+        HEAD,
+        "## SmolLM2-135M on one H200: what is kept\n",
+        "G = 64, one head group = 3 query heads, rank 32, 32 x 1024 tokens a step; token perplexity with windows of 2048.\n",
+        quality(evals, runs),
+        "\n## By task, %\n",
+        tasks(evals),
+        "\n## The start of the routers, S = 0.5\n",
+        starts(evals, runs),
+        "\n## Training speed, S = 0.5, 32 x 1024 tokens a step, one H200\n",
+        speed(),
+    ]
+    (HERE / "README.md").write_text("\n".join(parts))
+
+
+if __name__ == "__main__":
+    main()
