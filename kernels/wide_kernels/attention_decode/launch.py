@@ -1,0 +1,80 @@
+"""The public operator `attention_decode`: checks, dispatch, registration. Only torch runs it so far."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from wide_kernels.attention_decode.reference import attention_decode_reference
+from wide_kernels.checks import attention_sizes, group_width, mask_sizes, per_sequence, same_device, same_size
+from wide_kernels.dispatch import Problem, choose
+
+
+def attention_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    kv_len: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    kv_start: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention of one new token a sequence against its cache; only the executed groups of query heads run.
+
+    q [B, 1, H_q, d], k and v [B, T_k, H_k, d] (T_k may be the cache's capacity), mask bool [B, N_G] -> [B, 1, H_q, d],
+    exact zeros in the heads of skipped groups. Sequence b sees keys kv_start[b] (default 0) to kv_len[b] - 1 (default
+    T_k - 1); kv_len and kv_start: int64 [B]. scale: 1 / sqrt(d) unless given. No gradients. Raises UnsupportedError.
+    """
+    chosen = choose(attention_decode_problem(q, k, v, mask, kv_len, scale, kv_start=kv_start), backend)
+    o = torch.ops.wide_kernels.attention_decode(q, k, v, mask, kv_len, kv_start, scale, chosen)
+    return cast(Tensor, o)
+
+
+def attention_decode_problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    kv_len: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    kv_start: Tensor | None = None,
+) -> Problem:
+    """The facts that decide the backend of `attention_decode`; raises UnsupportedError for what no backend takes."""
+    op = "attention_decode"
+    batch, tokens, heads = attention_sizes(op, q, k, v)
+    same_size(op, "T of q, one new token a sequence,", tokens, 1)
+    per_sequence(op, q, batch, kv_len=kv_len, kv_start=kv_start)
+    rows, groups = mask_sizes(op, mask)
+    same_device(op, q, "the mask", mask)
+    same_size(op, "rows of the mask (B)", rows, batch)
+    group_width(op, "H_q", heads, groups)
+    return Problem(op, q.device, q.dtype)
+
+
+@torch.library.custom_op(
+    "wide_kernels::attention_decode",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor? kv_len, Tensor? kv_start, float? scale, str backend)"
+    " -> Tensor",
+)
+def _attention_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    kv_len: Tensor | None,
+    kv_start: Tensor | None,
+    scale: float | None,
+    backend: str,
+) -> Tensor:
+    return attention_decode_reference(q, k, v, mask, kv_len, kv_start, scale)
+
+
+@_attention_decode.register_fake
+def _(q: Tensor, *rest: object) -> Tensor:
+    return q.new_empty(q.shape)

@@ -1,0 +1,1 @@
+"""GEMM-K: a projection whose input channels are routed."""

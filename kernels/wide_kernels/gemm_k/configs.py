@@ -1,0 +1,42 @@
+"""Tile shapes of the Triton GEMM-K kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from wide_kernels.tuning.table import forced
+from wide_kernels.tuning.tiles import largest_power, padded_rows
+
+FEW_ROWS = 64  # up to here a tile holds all rows and the mask is read as it is
+PROGRAMS = 1024  # enough to keep the memory of a large GPU busy while each reads a few kilobytes at a time
+SLAB_BYTES = 32 << 20  # of the output: what stays in a 50 MB L2 beside the operands; scattering there is twice as fast
+
+
+def tile_config(rows: int, columns: int, width: int, dtype: torch.dtype) -> dict[str, int]:
+    """For many rows. A step of the K loop must divide the group, so narrow groups get shallow steps."""
+    depth = 32 if dtype is torch.float32 else 64
+    config = {"BM": 128, "BN": 128, "BK": depth, "num_warps": 8, "num_stages": 3}
+    config |= forced("gemm_k", 0)
+    config["BM"] = min(config["BM"], padded_rows(rows))
+    config["BN"] = min(config["BN"], padded_rows(columns))
+    config["BK"] = largest_power(width, config["BK"])
+    return config
+
+
+def slab_columns(rows: int, columns: int, item_bytes: int, column_tile: int) -> int:
+    """Columns of the output that are finished before the next ones start, a multiple of the column tile."""
+    tiles = max(1, SLAB_BYTES // (rows * item_bytes * column_tile))
+    return min(tiles * column_tile, -(-columns // column_tile) * column_tile)
+
+
+def few_rows_config(rows: int, columns: int, width: int, groups: int, dtype: torch.dtype) -> dict[str, int]:
+    """For a few rows: narrow column tiles, and K split over programs when the columns alone give too few."""
+    depth = 128 if dtype is torch.float32 else 256
+    config = {"BM": padded_rows(rows), "BN": 16, "BK": largest_power(width, depth), "num_warps": 4, "num_stages": 4}
+    if rows > 16:
+        config |= {"BN": 32, "BK": largest_power(width, depth // 2)}
+    tiles = -(-columns // config["BN"])
+    config["SPLITS"] = max(1, min(PROGRAMS // tiles, groups * (width // config["BK"]) // 4))
+    config |= forced("few_rows_k", 0)
+    config["BK"] = largest_power(width, config["BK"])
+    return config

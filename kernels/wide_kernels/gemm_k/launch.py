@@ -1,0 +1,119 @@
+"""The public operator `gemm_k`: checks, dispatch, registration, gradients."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from wide_kernels.checks import group_width, same_kind, same_size, shape_of, strided
+from wide_kernels.dispatch import Problem, choose
+from wide_kernels.errors import UnsupportedError
+from wide_kernels.gemm_k.reference import gemm_k_reference
+from wide_kernels.gemm_mn.reference import zero_skipped
+from wide_kernels.layout import RouteLayout, decision
+
+ACCUMULATE = ("auto", "fp32", "bf16")
+
+
+def gemm_k(
+    h: Tensor,
+    weight: Tensor,
+    layout: RouteLayout | None = None,
+    residual: Tensor | None = None,
+    accumulate: str = "auto",
+    deterministic: bool = False,
+    *,
+    mask: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """A projection whose input channels are routed (paper: GEMM-K): masked(h) weight^T + residual.
+
+    h [T, K], weight [N, K], residual [T, N] -> [T, N] in the dtype of h. The K channels are cut into N_G groups; the
+    ones that a token skips are never read, whatever stands there. Give `layout`, or for a few rows `mask` bool [T,
+    N_G]. `accumulate`: how partial sums of many rows meet: fp32, or bf16 (faster, only for bfloat16 operands, its error
+    is that of a few roundings); auto is fp32. Their order is not fixed, so results may differ in the last bits from run
+    to run; `deterministic=True` fixes it (and takes fp32). Differentiable in h, weight and residual. Raises
+    UnsupportedError.
+    """
+    problem = gemm_k_problem(h, weight, layout, residual, accumulate, deterministic, mask=mask)
+    chosen = choose(problem, backend)
+    routed = decision("gemm_k", h, layout, mask)
+    y = torch.ops.wide_kernels.gemm_k(h, weight, routed, residual, accumulate, deterministic, chosen)
+    return cast(Tensor, y)
+
+
+def gemm_k_problem(
+    h: Tensor,
+    weight: Tensor,
+    layout: RouteLayout | None = None,
+    residual: Tensor | None = None,
+    accumulate: str = "auto",
+    deterministic: bool = False,
+    *,
+    mask: Tensor | None = None,
+) -> Problem:
+    """The facts that decide the backend of `gemm_k`; raises UnsupportedError for what no backend takes."""
+    op = "gemm_k"
+    same_kind(op, h, weight=weight, residual=residual)
+    if accumulate not in ACCUMULATE:
+        raise UnsupportedError(f"{op}: accumulate must be one of {', '.join(ACCUMULATE)}, got {accumulate!r}")
+    if accumulate == "bf16" and h.dtype is not torch.bfloat16:
+        raise UnsupportedError(f"{op}: accumulate='bf16' needs bfloat16 operands, got {h.dtype}; use fp32")
+    if accumulate == "bf16" and deterministic:
+        raise UnsupportedError(f"{op}: accumulate='bf16' has no fixed order; use fp32 with deterministic=True")
+    rows, depth = shape_of(op, "h", h, "T K")
+    columns, weight_depth = shape_of(op, "weight", weight, "N K")
+    same_size(op, "K of weight", weight_depth, depth)
+    if residual is not None:
+        residual_rows, residual_columns = shape_of(op, "residual", residual, "T N")
+        same_size(op, "T of residual", residual_rows, rows)
+        same_size(op, "N of residual", residual_columns, columns)
+    width = group_width(op, "K", depth, decision(op, h, layout, mask).shape[1])
+    return Problem(op, h.device, h.dtype, {"N": columns, "the group width": width}, strided(weight=weight))
+
+
+@torch.library.custom_op(
+    "wide_kernels::gemm_k",
+    mutates_args=(),
+    schema="(Tensor h, Tensor weight, Tensor mask, Tensor? residual, str accumulate, bool deterministic, str backend)"
+    " -> Tensor",
+)
+def _gemm_k(
+    h: Tensor,
+    weight: Tensor,
+    mask: Tensor,
+    residual: Tensor | None,
+    accumulate: str,
+    deterministic: bool,
+    backend: str,
+) -> Tensor:
+    if backend == "triton":
+        from wide_kernels.gemm_k.triton import project
+
+        return project(h, weight, mask, residual, accumulate, deterministic)
+    return gemm_k_reference(h, weight, mask, residual)
+
+
+@_gemm_k.register_fake
+def _(h: Tensor, weight: Tensor, *rest: object) -> Tensor:
+    return h.new_empty(h.shape[0], weight.shape[0])
+
+
+def _save_gemm_k(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    h, weight, mask, residual, *_ = inputs
+    ctx.save_for_backward(h, weight, mask)
+    ctx.has_residual = residual is not None
+
+
+def _gemm_k_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    h, weight, mask = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    to_h = zero_skipped(gradient @ weight, mask) if needs[0] else None
+    to_weight = gradient.t() @ zero_skipped(h.contiguous(), mask) if needs[1] else None
+    to_residual = gradient if ctx.has_residual and needs[3] else None
+    return to_h, to_weight, None, to_residual, None, None, None
+
+
+_gemm_k.register_autograd(_gemm_k_backward, setup_context=_save_gemm_k)

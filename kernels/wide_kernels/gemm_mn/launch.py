@@ -1,0 +1,204 @@
+"""The public operators `gemm_mn` and `gated_mlp_up`: checks, dispatch, registration, gradients."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from wide_kernels.activations import activate, activate_backward, check_activation
+from wide_kernels.checks import group_width, same_kind, same_size, shape_of, strided
+from wide_kernels.dispatch import Problem, choose
+from wide_kernels.gemm_mn.reference import gated_mlp_up_reference, gemm_mn_reference, zero_skipped
+from wide_kernels.layout import RouteLayout, decision, sorted_rows
+
+
+def gemm_mn(
+    x: Tensor,
+    weight: Tensor,
+    layout: RouteLayout | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    mask: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """A projection whose output channels are routed (paper: GEMM-MN): activation(x weight^T + bias).
+
+    x [T, K], weight [N, K], bias [N] -> [T, N] in the dtype of x; the N channels are cut into N_G groups and those that
+    a token skips are exact zeros. Give `layout`, or for a few rows `mask` bool [T, N_G] instead. `activation`: silu,
+    gelu, gelu_tanh, relu or None. Differentiable in x, weight and bias. Raises UnsupportedError.
+    """
+    problem = gemm_mn_problem(x, weight, layout, bias, activation, mask=mask)
+    chosen = choose(problem, backend)
+    routed = decision("gemm_mn", x, layout, mask)
+    y = torch.ops.wide_kernels.gemm_mn(x, weight, routed, *sorted_rows(layout), bias, activation, chosen)
+    return cast(Tensor, y)
+
+
+def gated_mlp_up(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    layout: RouteLayout | None = None,
+    activation: str = "silu",
+    *,
+    mask: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The first half of a gated MLP in one pass over x: activation(x w_gate^T) * (x w_up^T).
+
+    x [T, D], both weights [D', D] -> [T, D'], exact zeros in the groups that a token skips. `layout`, `mask` and
+    `activation` as in `gemm_mn`. Differentiable in x and both weights. Raises UnsupportedError.
+    """
+    problem = gated_mlp_up_problem(x, w_gate, w_up, layout, activation, mask=mask)
+    chosen = choose(problem, backend)
+    routed = decision("gated_mlp_up", x, layout, mask)
+    y = torch.ops.wide_kernels.gated_mlp_up(x, w_gate, w_up, routed, *sorted_rows(layout), activation, chosen)
+    return cast(Tensor, y)
+
+
+def gemm_mn_problem(
+    x: Tensor,
+    weight: Tensor,
+    layout: RouteLayout | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    mask: Tensor | None = None,
+) -> Problem:
+    """The facts that decide the backend of `gemm_mn`; raises UnsupportedError for what no backend takes."""
+    op = "gemm_mn"
+    check_activation(op, activation)
+    same_kind(op, x, weight=weight, bias=bias)
+    _, depth = shape_of(op, "x", x, "T K")
+    columns, weight_depth = shape_of(op, "weight", weight, "N K")
+    same_size(op, "K of weight", weight_depth, depth)
+    if bias is not None:
+        same_size(op, "the size of bias", shape_of(op, "bias", bias, "N")[0], columns)
+    width = group_width(op, "N", columns, decision(op, x, layout, mask).shape[1])
+    return Problem(op, x.device, x.dtype, {"K": depth, "the group width": width}, strided(weight=weight))
+
+
+def gated_mlp_up_problem(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    layout: RouteLayout | None = None,
+    activation: str = "silu",
+    *,
+    mask: Tensor | None = None,
+) -> Problem:
+    """The facts that decide the backend of `gated_mlp_up`; raises UnsupportedError for what no backend takes."""
+    op = "gated_mlp_up"
+    check_activation(op, activation)
+    same_kind(op, x, w_gate=w_gate, w_up=w_up)
+    _, depth = shape_of(op, "x", x, "T D")
+    columns, weight_depth = shape_of(op, "w_gate", w_gate, "D' D")
+    same_size(op, "D of w_gate", weight_depth, depth)
+    up_columns, up_depth = shape_of(op, "w_up", w_up, "D' D")
+    same_size(op, "D of w_up", up_depth, depth)
+    same_size(op, "D' of w_up", up_columns, columns)
+    width = group_width(op, "D'", columns, decision(op, x, layout, mask).shape[1])
+    return Problem(op, x.device, x.dtype, {"D": depth, "the group width": width}, strided(w_gate=w_gate, w_up=w_up))
+
+
+@torch.library.custom_op(
+    "wide_kernels::gemm_mn",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor mask, Tensor? index, Tensor? count, Tensor? bias, str? activation,"
+    " str backend) -> Tensor",
+)
+def _gemm_mn(
+    x: Tensor,
+    weight: Tensor,
+    mask: Tensor,
+    index: Tensor | None,
+    count: Tensor | None,
+    bias: Tensor | None,
+    activation: str | None,
+    backend: str,
+) -> Tensor:
+    if backend == "triton":
+        from wide_kernels.gemm_mn.triton import project
+
+        return project(x, weight, None, mask, index, count, bias, activation)
+    return gemm_mn_reference(x, weight, mask, bias, activation)
+
+
+@_gemm_mn.register_fake
+def _(x: Tensor, weight: Tensor, mask: Tensor, *rest: object) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _save_gemm_mn(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, mask, _, _, bias, activation, _ = inputs
+    ctx.save_for_backward(x, weight, mask, bias)
+    ctx.activation = activation
+
+
+def _gemm_mn_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, mask, bias = ctx.saved_tensors
+    gradient = zero_skipped(gradient.contiguous(), mask)
+    if ctx.activation is not None:  # recomputed: keeping it would cost T x N
+        gradient = activate_backward(gradient, F.linear(x, weight, bias), ctx.activation)
+    needs = ctx.needs_input_grad
+    to_x = gradient @ weight if needs[0] else None
+    to_weight = gradient.t() @ x if needs[1] else None
+    to_bias = gradient.sum(0) if bias is not None and needs[5] else None
+    return to_x, to_weight, None, None, None, to_bias, None, None
+
+
+_gemm_mn.register_autograd(_gemm_mn_backward, setup_context=_save_gemm_mn)
+
+
+@torch.library.custom_op(
+    "wide_kernels::gated_mlp_up",
+    mutates_args=(),
+    schema="(Tensor x, Tensor w_gate, Tensor w_up, Tensor mask, Tensor? index, Tensor? count, str activation,"
+    " str backend) -> Tensor",
+)
+def _gated_mlp_up(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    mask: Tensor,
+    index: Tensor | None,
+    count: Tensor | None,
+    activation: str,
+    backend: str,
+) -> Tensor:
+    if backend == "triton":
+        from wide_kernels.gemm_mn.triton import project
+
+        return project(x, w_gate, w_up, mask, index, count, None, activation)
+    return gated_mlp_up_reference(x, w_gate, w_up, mask, activation)
+
+
+@_gated_mlp_up.register_fake
+def _(x: Tensor, w_gate: Tensor, *rest: object) -> Tensor:
+    return x.new_empty(x.shape[0], w_gate.shape[0])
+
+
+def _save_gated_mlp_up(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, w_gate, w_up, mask, _, _, activation, _ = inputs
+    ctx.save_for_backward(x, w_gate, w_up, mask)
+    ctx.activation = activation
+
+
+def _gated_mlp_up_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, w_gate, w_up, mask = ctx.saved_tensors
+    gradient = zero_skipped(gradient.contiguous(), mask)
+    gate, up = F.linear(x, w_gate), F.linear(x, w_up)  # recomputed: keeping them would cost 2 x T x D'
+    to_gate = activate_backward(gradient * up, gate, ctx.activation)
+    to_up = gradient * activate(gate, ctx.activation)
+    needs = ctx.needs_input_grad
+    to_x = to_gate @ w_gate + to_up @ w_up if needs[0] else None
+    to_w_gate = to_gate.t() @ x if needs[1] else None
+    to_w_up = to_up.t() @ x if needs[2] else None
+    return to_x, to_w_gate, to_w_up, None, None, None, None, None
+
+
+_gated_mlp_up.register_autograd(_gated_mlp_up_backward, setup_context=_save_gated_mlp_up)

@@ -1,0 +1,1 @@
+"""RMSNorm and the router's decision in one pass over the residual stream."""

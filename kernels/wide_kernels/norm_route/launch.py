@@ -1,0 +1,80 @@
+"""The public operator `norm_route`: checks, dispatch, registration."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wide_kernels.checks import same_device, same_kind, same_size, shape_of
+from wide_kernels.dispatch import Problem, choose
+from wide_kernels.errors import UnsupportedError
+from wide_kernels.norm_route.reference import norm_route_reference
+
+
+def norm_route(
+    x: Tensor,
+    norm_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    eps: float,
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm and the router in one pass over the residual stream x [T, D].
+
+    norm_weight [D] in the dtype of x; the router w1 [r, D], b1 [r], w2 [2 N_G, r], b2 [2 N_G] in fp32 reads x as it is
+    (un-normalised): row 2g of w2 gives group g's logit to execute, row 2g + 1 to skip; a tie executes. Returns
+    (normalised x [T, D], mask bool [T, N_G]). For inference: no gradients. Raises UnsupportedError.
+    """
+    chosen = choose(norm_route_problem(x, norm_weight, w1, b1, w2, b2, eps), backend)
+    contiguous = [tensor.contiguous() for tensor in (x, norm_weight, w1, b1, w2, b2)]
+    normalised, mask = torch.ops.wide_kernels.norm_route(*contiguous, eps, chosen)
+    return normalised, mask
+
+
+def norm_route_problem(
+    x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float
+) -> Problem:
+    """The facts that decide the backend of `norm_route`; raises UnsupportedError for what no backend takes."""
+    op = "norm_route"
+    same_kind(op, x, norm_weight=norm_weight)
+    _, size = shape_of(op, "x", x, "T D")
+    same_size(op, "the size of norm_weight", shape_of(op, "norm_weight", norm_weight, "D")[0], size)
+    for name, tensor in {"w1": w1, "b1": b1, "w2": w2, "b2": b2}.items():
+        same_device(op, x, name, tensor)
+        if tensor.dtype is not torch.float32:
+            raise UnsupportedError(
+                f"{op}: routers are float32 so that ties are rare, {name} is {tensor.dtype}; cast it"
+            )
+    rank, w1_size = shape_of(op, "w1", w1, "r D")
+    same_size(op, "D of w1", w1_size, size)
+    same_size(op, "the size of b1", shape_of(op, "b1", b1, "r")[0], rank)
+    logits, w2_rank = shape_of(op, "w2", w2, "2N_G r")
+    same_size(op, "r of w2", w2_rank, rank)
+    same_size(op, "the size of b2", shape_of(op, "b2", b2, "2N_G")[0], logits)
+    if logits == 0 or logits % 2:
+        raise UnsupportedError(f"{op}: w2 must have two rows a group, got {logits}")
+    return Problem(op, x.device, x.dtype)
+
+
+@torch.library.custom_op(
+    "wide_kernels::norm_route",
+    mutates_args=(),
+    schema="(Tensor x, Tensor norm_weight, Tensor w1, Tensor b1, Tensor w2, Tensor b2, float eps, str backend)"
+    " -> (Tensor, Tensor)",
+)
+def _norm_route(
+    x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float, backend: str
+) -> tuple[Tensor, Tensor]:
+    if backend == "triton":
+        from wide_kernels.norm_route.triton import norm_and_decide
+
+        return norm_and_decide(x, norm_weight, w1, b1, w2, b2, eps)
+    return norm_route_reference(x, norm_weight, w1, b1, w2, b2, eps)
+
+
+@_norm_route.register_fake
+def _(x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(x.shape[0], w2.shape[0] // 2, dtype=torch.bool)

@@ -1,0 +1,1 @@
+"""Tile shapes: how they are chosen and how a benchmark forces others."""

@@ -1,0 +1,28 @@
+"""Configurations that replace the built-in ones: set by the benchmark while it compares candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from wide_kernels.tuning.tiles import largest_power
+
+_FORCED: dict[str, Mapping[str, int]] = {}
+
+
+@contextmanager
+def force(kernel: str, config: Mapping[str, int]) -> Iterator[None]:
+    """Inside, `kernel` runs with these entries of its configuration instead of the built-in ones."""
+    _FORCED[kernel] = config
+    try:
+        yield
+    finally:
+        del _FORCED[kernel]
+
+
+def forced(kernel: str, width: int) -> dict[str, int]:
+    """The forced entries, if any; a forced column tile still has to divide the group of `width` channels."""
+    config = dict(_FORCED.get(kernel, {}))
+    if "BN" in config:
+        config["BN"] = largest_power(width, config["BN"])
+    return config
