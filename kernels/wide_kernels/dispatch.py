@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from wide_kernels.errors import UnsupportedError
+from wide_kernels.tuning.tiles import TILE
 
 ENVIRONMENT = "WIDE_KERNELS_BACKEND"
 PREFERENCE = ("gluon", "triton", "torch")
 CHOICES = ("auto", *reversed(PREFERENCE))
-TILE = 16  # the smallest side of a tensor-core tile
+
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # Operator -> the module with `<operator>_problem`, and the backends that exist for it.

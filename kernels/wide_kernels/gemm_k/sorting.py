@@ -81,7 +81,7 @@ def place_kernel(mask, first, order, patterns, rows, blocks, N_G: tl.constexpr, 
 
 @dataclass(frozen=True)
 class SortedPatterns:
-    """`order` int32 [segments, T]: rows in Gray order of their pattern; `patterns`: its bits; `length`: groups a segment."""
+    """`order` int32 [segments, T]: rows in Gray order; `patterns`: their bits; `length`: groups in a segment."""
 
     order: Tensor
     patterns: Tensor

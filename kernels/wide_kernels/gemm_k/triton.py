@@ -75,9 +75,9 @@ def tile_kernel(
         w_tile = weight + known[None, :] * K + depth[:, None]
         acc = tl.zeros((BM, BN), tl.float32)
         for step in range(0, groups * steps):
-            j = (packed >> (4 * (step // steps))) & 15
-            k = (segment * S + j) * G + (step % steps) * BK
-            runs = ((bits >> j) & 1) != 0
+            slot = (packed >> (4 * (step // steps))) & 15
+            k = (segment * S + slot) * G + (step % steps) * BK
+            runs = ((bits >> slot) & 1) != 0
             a = tl.load(h_tile + k, mask=runs[:, None], other=0.0)
             b = tl.load(w_tile + k)
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
@@ -97,6 +97,7 @@ def few_rows_kernel(
     out,
     partial,
     active,
+    active_rows,
     mask,
     rows,
     stride_h,
@@ -114,11 +115,14 @@ def few_rows_kernel(
 ):
     """All rows (at most BM) times BN columns, over every SPLITS-th step of the groups that some row runs."""
     group = tl.arange(0, N_G_PADDED)
-    some = tl.zeros((N_G_PADDED,), tl.int32)
+    runners = tl.zeros((N_G_PADDED,), tl.int64)  # one bit a row
     for r in range(0, rows):
-        some |= tl.load(mask + r * N_G + group, mask=group < N_G, other=0).to(tl.int32)
-    # Every program writes the same list and reads back what it wrote itself: no launch just for the list.
-    tl.store(active + tl.cumsum(some, 0) - some, group, mask=some != 0)
+        runners |= tl.load(mask + r * N_G + group, mask=group < N_G, other=0).to(tl.int64) << r
+    some = (runners != 0).to(tl.int32)
+    place = tl.cumsum(some, 0) - some
+    # Every program writes the same lists and reads back what it wrote itself: no launch just for them.
+    tl.store(active + place, group, mask=some != 0)
+    tl.store(active_rows + place, runners, mask=some != 0)
     tl.debug_barrier()
     steps: tl.constexpr = G // BK
     row = tl.arange(0, BM)
@@ -129,13 +133,19 @@ def few_rows_kernel(
     w_tile = weight + tl.minimum(column, N - 1)[None, :].to(tl.int64) * K + depth[:, None]
     acc = tl.zeros((BM, BN), tl.float32)
     split = tl.program_id(1)
-    for step in range(split, tl.sum(some, 0) * steps, SPLITS):
-        g = tl.load(active + step // steps)
+    # The list is read one step ahead: an index read in its own step would halve the depth of the load pipeline.
+    end = tl.sum(some, 0) * steps
+    g = tl.load(active + split // steps, mask=split < end, other=0)
+    who = tl.load(active_rows + split // steps, mask=split < end, other=0)
+    for step in range(split, end, SPLITS):
         k = g * G + (step % steps) * BK
-        runs = tl.load(mask + row * N_G + g, mask=inside, other=0) != 0
+        runs = ((who >> row) & 1) != 0
         a = tl.load(h_tile + k, mask=runs[:, None], other=0.0)
         b = tl.load(w_tile + k)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        ahead = step + SPLITS
+        g = tl.load(active + ahead // steps, mask=ahead < end, other=0)
+        who = tl.load(active_rows + ahead // steps, mask=ahead < end, other=0)
     target = row[:, None].to(tl.int64) * N + column[None, :]
     known = inside[:, None] & (column < N)[None, :]
     if SPLITS > 1:
@@ -236,11 +246,12 @@ def _few_rows(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None) 
     config = few_rows_config(rows, columns, width, groups, h.dtype)
     splits = config["SPLITS"]
     active = torch.empty(groups, dtype=torch.int32, device=h.device)
+    active_rows = torch.empty(groups, dtype=torch.int64, device=h.device)
     partial = torch.empty(splits if splits > 1 else 0, rows, columns, dtype=torch.float32, device=h.device)
     fused = (residual is not None,)
     residual = out if residual is None else residual.contiguous()  # else a pointer that the kernel does not follow
     few_rows_kernel[(triton.cdiv(columns, config["BN"]), splits)](
-        h, weight, residual, out, partial, active, mask.view(torch.uint8), rows, h.stride(0),
+        h, weight, residual, out, partial, active, active_rows, mask.view(torch.uint8), rows, h.stride(0),
         columns, depth, width, groups, triton.next_power_of_2(groups), *fused, PRECISION=_precision(h.dtype), **config,
     )  # fmt: skip
     if splits > 1:
