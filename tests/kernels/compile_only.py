@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels for a GPU that need not be there: `python compile_only.py sm_90` prints one JSON document.
+"""Compiles the Triton kernels for a GPU that need not be there: `python compile_only.py sm_90` prints JSON.
 
 Run in a process of its own: the kernels of a process are either compiled or interpreted. The sizes are those of
 Llama-3.1-8B with groups of 128, the configurations the ones that the launchers choose.

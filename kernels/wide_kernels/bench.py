@@ -1,0 +1,256 @@
+"""`python -m wide_kernels.bench`: are the kernels right on this GPU, and how fast beside the dense library calls?
+
+Awkward cases are checked first; a wrong one ends the run. Then every point of the grid is timed: routed and dense calls
+take turns as CUDA graphs, L2 flushed before each. A table goes to stderr as it grows, the record to --out or stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from wide_kernels.benchmarks.shapes import MODELS, model_shape
+from wide_kernels.errors import UnsupportedError
+
+OPS = ("route_layout", "gemm_mn", "gated_mlp_up", "gemm_k", "norm_route")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# (T, G, density): the reference point first, then the other group sizes, decode, shorter prompts, densities.
+GRID = (
+    (16384, 128, 0.5),
+    (1, 128, 0.5),
+    (16384, 512, 0.5),
+    (16384, 64, 0.5),
+    (4, 128, 0.5),
+    (16384, 256, 0.5),
+    (16384, 32, 0.5),
+    (16384, 16, 0.5),
+    (16, 128, 0.5),
+    (64, 128, 0.5),
+    (4096, 128, 0.5),
+    (1024, 128, 0.5),
+    (256, 128, 0.5),
+    (16384, 128, 1.0),
+    (16384, 128, 0.75),
+    (16384, 128, 0.25),
+    (16384, 128, 0.0),
+)
+
+
+def say(text: str) -> None:
+    """A line for people."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def environment() -> dict[str, object]:
+    """What the figures depend on; no host name, no user name."""
+    import triton
+
+    def first_line(*command: str) -> str | None:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
+
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "gpu": torch.cuda.get_device_name(),
+        "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "power_limit": first_line("nvidia-smi", "--query-gpu=power.limit", "--format=csv,noheader"),
+        "revision": first_line("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+        "arguments": sys.argv[1:],
+    }
+
+
+def check(dtypes: list[str], deadline: float) -> tuple[int, list[str]]:
+    """Number of comparisons made on awkward cases, and a line for each that is wrong."""
+    from wide_kernels.benchmarks.awkward import LARGE, SMALL, errors
+
+    done, wrong = 0, []
+    for name in dtypes:
+        for case in (*LARGE, *SMALL):
+            if time.monotonic() > deadline:
+                wrong.append("the time budget ended before all cases were checked; give more --seconds or --no-check")
+                return done, wrong
+            for what, error, tolerance in errors(case, DTYPES[name], "cuda", "triton"):
+                done += 1
+                if not error <= tolerance:
+                    wrong.append(f"{what} {name} {case}: relative error {error:.2e} above {tolerance:.0e}")
+    return done, wrong
+
+
+def measure(arguments: argparse.Namespace, deadline: float) -> Iterator[dict[str, object]]:
+    """One record for each case, or one that says what was left out when the time budget ended."""
+    from wide_kernels.benchmarks.cases import Sizes, ffn_cases
+    from wide_kernels.benchmarks.timing import captured, interleaved, launched_kernels, peak_extra_bytes
+
+    model = model_shape(arguments.model)
+    profiled: set[str] = set()
+    for rows, group, density in arguments.points or GRID:
+        if model.intermediate_size % group:
+            continue
+        if time.monotonic() > deadline:
+            yield {"left_out": f"T={rows} G={group} density={density:g}"}
+            continue
+        gather = arguments.gather and (rows, group, density) == GRID[0]
+        sizes = Sizes(model, rows, group, density, DTYPES[arguments.dtype])
+        for case in ffn_cases(sizes, set(arguments.ops), gather):
+            error = case.check()
+            memory = {name: peak_extra_bytes(call) for name, call in [("routed", case.routed), *case.baselines.items()]}
+            kernels = []
+            key = f"{case.op} {rows <= 64}"
+            if key not in profiled:
+                profiled.add(key)
+                kernels = launched_kernels(case.routed)
+            calls = {"routed": captured(case.routed)}
+            calls |= {name: captured(call) for name, call in case.baselines.items()}
+            times = interleaved(calls, arguments.rounds)
+            dense_name = min(
+                (name for name in case.baselines if "gather" not in name), key=lambda name: times[name].p50_ms
+            )
+            best, routed = times[dense_name].p50_ms, times["routed"].p50_ms
+            record: dict[str, object] = {
+                "op": case.op,
+                "model": model.name,
+                "dtype": arguments.dtype,
+                "rows": rows,
+                "group_size": group,
+                "density": density,
+                "masks": "random",
+                "backend": case.explanation.backend,
+                "explain": str(case.explanation),
+                "error": error,
+                "routed": times["routed"].as_dict(),
+                "baselines": {name: times[name].as_dict() for name in case.baselines},
+                "best_dense": dense_name,
+                "speedup": best / routed,
+                "tflops": case.flops / routed / 1e9,
+                "peak_extra_bytes": memory,
+                "kernels": kernels,
+            }
+            yield record
+            del calls
+        torch.cuda.empty_cache()
+
+
+def row(record: dict[str, object]) -> str:
+    """One line of the table."""
+    if "left_out" in record:
+        return f"left out, the time budget ended: {record['left_out']}"
+    routed, baselines, memory = record["routed"], record["baselines"], record["peak_extra_bytes"]
+    assert isinstance(routed, dict) and isinstance(baselines, dict) and isinstance(memory, dict)
+    others = "  ".join(
+        f"{name} {times['p50_ms'] * 1e3:.1f} us {memory[name] / 2**20:.0f} MB" for name, times in baselines.items()
+    )
+    return (
+        f"{record['op']!s:21}{record['rows']:>6}{record['group_size']:>5}{record['density']:>6}"
+        f"{routed['p50_ms'] * 1e3:>10.1f}{record['speedup']:>7.2f}x{record['tflops']:>7.0f}{record['error']:>9.1e}"
+        f"{memory['routed'] / 2**20:>7.0f}  {others}"
+    )
+
+
+def point(text: str) -> tuple[int, int, float]:
+    """T,G,density as numbers."""
+    rows, group, density = text.split(",")
+    return int(rows), int(group), float(density)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m wide_kernels.bench", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument(
+        "--model", default="llama-3.1-8b", help=f"{', '.join(MODELS)} or hidden x intermediate, 4096x14336"
+    )
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--points", nargs="+", type=point, metavar="T,G,DENSITY", help="instead of the built-in grid")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--rounds", type=int, default=20, help="timed calls of each candidate (default 20)")
+    parser.add_argument(
+        "--seconds", type=float, default=165, help="start no further point after this time (default 165)"
+    )
+    parser.add_argument("--check", dest="checked", nargs="*", choices=DTYPES, default=["bf16", "fp16"], metavar="DTYPE")
+    parser.add_argument("--no-check", dest="checked", action="store_const", const=[], help="skip the awkward cases")
+    parser.add_argument("--check-only", action="store_true", help="time nothing")
+    parser.add_argument("--no-gather", dest="gather", action="store_false", help="skip the gather-scatter form")
+    parser.add_argument("--tune", nargs="+", metavar="KERNEL", help="time candidate configurations instead")
+    parser.add_argument("--out", type=Path, help="write the JSON record here instead of to stdout")
+    return parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> dict[str, object]:
+    """Check, then time or tune; the record."""
+    started = time.monotonic()
+    document: dict[str, object] = {"schema": "wide_kernels.bench/1", "environment": environment()}
+    say(" ".join(f"{key}={value}" for key, value in dict(document["environment"]).items()))  # type: ignore[call-overload]
+    done, wrong = check(arguments.checked, started + arguments.seconds / 2)
+    document["checks"] = {"done": done, "wrong": wrong, "dtypes": arguments.checked}
+    say(
+        "\n".join(
+            [
+                f"checked {done} results on awkward cases in {time.monotonic() - started:.0f} s, {len(wrong)} wrong",
+                *wrong,
+            ]
+        )
+    )
+    if arguments.check_only:
+        return document
+    deadline = started + arguments.seconds
+    if arguments.tune:
+        from wide_kernels.benchmarks.cases import Sizes
+        from wide_kernels.benchmarks.tune import tune
+
+        tuned: dict[str, object] = {}
+        for kernel in arguments.tune:
+            few = kernel.startswith("few_rows")
+            for rows, group, density in arguments.points or [(1 if few else 16384, 128, 0.5)]:
+                sizes = Sizes(model_shape(arguments.model), rows, group, density, DTYPES[arguments.dtype])
+                tuned[f"{kernel} T={rows} G={group}"] = entries = tune(kernel, sizes)
+                say("\n".join([f"{kernel} T={rows} G={group}", *(f"  {json.dumps(entry)}" for entry in entries)]))
+        document["tuned"] = tuned
+        return document
+    say(f"{'operator':21}{'T':>6}{'G':>5}{'dens.':>6}{'us':>10}{'speed':>8}{'TF/s':>7}{'error':>9}{'MB':>7}  baselines")
+    results = []
+    for record in measure(arguments, deadline):
+        results.append(record)
+        say(row(record))
+    document["results"] = results
+    document["seconds"] = round(time.monotonic() - started, 1)
+    return document
+
+
+def main() -> int:
+    """Exit status: 0, 1 when a result was wrong, 2 when this machine or the arguments won't do."""
+    arguments = parse()
+    if not torch.cuda.is_available():
+        say("the benchmark needs a CUDA GPU and this machine has none; `wk.available_backends()` tells what runs here")
+        return 2
+    try:
+        document = run(arguments)
+    except UnsupportedError as error:
+        say(str(error))
+        return 2
+    text = json.dumps(document, indent=1)
+    if arguments.out is None:
+        print(text)
+    else:
+        partial = arguments.out.with_name(f"{arguments.out.name}.partial")
+        partial.write_text(text + "\n", encoding="utf-8")
+        partial.replace(arguments.out)
+    return 1 if document["checks"]["wrong"] else 0  # type: ignore[index]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Candidate configurations of each Triton kernel, timed against each other with the launcher as it is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from wide_kernels.benchmarks.cases import Sizes, ffn_cases
+from wide_kernels.benchmarks.timing import captured, interleaved
+from wide_kernels.tuning.table import force
+
+# Kernel -> the operator that shows its speed.
+TUNED = {
+    "gemm_mn": "gemm_mn",
+    "gated_mlp_up": "gated_mlp_up",
+    "gemm_k": "gemm_k",
+    "few_rows_mn": "gemm_mn",
+    "few_rows_gated": "gated_mlp_up",
+    "few_rows_k": "gemm_k",
+}
+
+
+def candidates(kernel: str) -> Iterator[dict[str, int]]:
+    """Configurations worth a look; the ones that need too much shared memory fail and are left out."""
+    if kernel in ("gemm_mn", "gated_mlp_up", "gemm_k"):
+        tiles = [(128, 128, 4), (128, 128, 8), (256, 128, 8), (128, 64, 4)]
+        tiles += [(128, 256, 8)] if kernel == "gemm_k" else [(64, 128, 4)]
+        for (bm, bn, warps), stages in itertools.product(tiles, (3, 4)):
+            yield {"BM": bm, "BN": bn, "BK": 64, "num_warps": warps, "num_stages": stages}
+    else:
+        for bn, bk, stages in itertools.product((16, 32), (128, 256), (3, 5)):
+            yield {"BN": bn, "BK": bk, "num_warps": 4, "num_stages": stages}
+        if kernel == "few_rows_k":
+            for splits in (1, 2, 4, 8):
+                yield {"BN": 16, "BK": 128, "num_warps": 4, "num_stages": 4, "SPLITS": splits}
+
+
+def tune(kernel: str, sizes: Sizes) -> list[dict[str, object]]:
+    """Times of all candidates, best first, the built-in one among them under {}."""
+    found: list[dict[str, object]] = []
+    for config in [{}, *candidates(kernel)]:
+        case = next(iter(ffn_cases(sizes, {TUNED[kernel]}, gather=False)))
+        with force(kernel, config):
+            try:
+                error = case.check()
+                times = interleaved({"routed": captured(case.routed)}, rounds=8)["routed"]
+            except (RuntimeError, ValueError) as failure:
+                found.append({"config": config, "failed": str(failure).splitlines()[0][:120]})
+                continue
+            except Exception as failure:  # Triton's OutOfResources derives from no common base
+                found.append({"config": config, "failed": type(failure).__name__})
+                continue
+        found.append({"config": config, "p50_ms": times.p50_ms, "error": error})
+        torch.cuda.empty_cache()
+    return sorted(found, key=lambda entry: float(str(entry.get("p50_ms", "inf"))))
