@@ -19,7 +19,7 @@ def attention_decode_reference(
     scale: float | None,
 ) -> Tensor:
     """Attention of q [B, 1, H_q, d] over keys kv_start[b] <= j < kv_len[b]; a sequence without keys gives zeros."""
-    batch, _, heads, _ = q.shape
+    batch, _, heads, size = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
     key = torch.arange(keys, device=q.device)
     end = q.new_full((batch,), keys, dtype=torch.int64) if kv_len is None else kv_len
@@ -28,8 +28,8 @@ def attention_decode_reference(
     blind = ~visible.any(-1)
     # The query heads that share a KV head become rows of one product: no copies of the cache.
     shared = heads // kv_heads
-    rows = q.reshape(batch, kv_heads, shared, -1)
+    rows = q.reshape(batch, kv_heads, shared, size)
     seen = (visible | blind[:, None])[:, None, None, :].expand(batch, 1, shared, keys)
     o = F.scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), seen, scale=scale)
-    o = o.reshape(batch, 1, heads, -1).masked_fill(blind[:, None, None, None], 0)
+    o = o.reshape(batch, 1, heads, size).masked_fill(blind[:, None, None, None], 0)
     return zero_skipped_heads(o, mask)

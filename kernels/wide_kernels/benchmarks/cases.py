@@ -123,7 +123,6 @@ def ffn_cases(sizes: Sizes, ops: set[str], gather: bool) -> Iterator[TimedCase]:
             4 * executed * hidden,
         )  # fmt: skip
     if "gemm_k" in ops:
-        del w_gate
         w_down = w_up.t().contiguous()
         h = sizes.normal(rows, channels)
         for name, extra in _gemm_k_variants(rows, dtype).items():

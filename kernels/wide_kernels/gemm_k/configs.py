@@ -16,7 +16,7 @@ def tile_config(rows: int, columns: int, width: int, dtype: torch.dtype) -> dict
     """For many rows. A step of the K loop must divide the group, so narrow groups get shallow steps."""
     depth = 32 if dtype is torch.float32 else 64
     config = {"BM": 128, "BN": 128, "BK": depth, "num_warps": 8, "num_stages": 3}
-    config |= forced("gemm_k", 0)
+    config |= forced("gemm_k")
     config["BM"] = min(config["BM"], padded_rows(rows))
     config["BN"] = min(config["BN"], padded_rows(columns))
     config["BK"] = largest_power(width, config["BK"])
@@ -37,6 +37,6 @@ def few_rows_config(rows: int, columns: int, width: int, groups: int, dtype: tor
         config |= {"BN": 32, "BK": largest_power(width, depth // 2)}
     tiles = -(-columns // config["BN"])
     config["SPLITS"] = max(1, min(PROGRAMS // tiles, groups * (width // config["BK"]) // 4))
-    config |= forced("few_rows_k", 0)
+    config |= forced("few_rows_k")
     config["BK"] = largest_power(width, config["BK"])
     return config

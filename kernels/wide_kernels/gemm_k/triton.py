@@ -181,7 +181,7 @@ def project(
     with on_device_of(h):
         if rows <= FEW_ROWS:
             return _few_rows(h, weight, mask, residual)
-        length = forced("gemm_k_sort", 0).get("S", segment_length(rows, mask.shape[1]))
+        length = forced("gemm_k_sort").get("S", segment_length(rows, mask.shape[1]))
         patterns = sort_patterns(mask, length)
         if accumulate == "bf16" and not deterministic:
             return _scatter_whole(h, weight, mask.shape[1], patterns, residual)

@@ -11,7 +11,7 @@ from wide_kernels.activations import activate
 def zero_skipped(y: Tensor, mask: Tensor) -> Tensor:
     """y [T, N] with exact zeros in the groups that `mask` [T, N_G] skips, whatever stood there (NaN too)."""
     rows, groups = mask.shape
-    return y.view(rows, groups, -1).masked_fill(~mask[:, :, None], 0).view(y.shape)
+    return y.view(rows, groups, y.shape[1] // groups).masked_fill(~mask[:, :, None], 0).view(y.shape)
 
 
 def gemm_mn_reference(x: Tensor, weight: Tensor, mask: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:

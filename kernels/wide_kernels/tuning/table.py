@@ -20,9 +20,9 @@ def force(kernel: str, config: Mapping[str, int]) -> Iterator[None]:
         del _FORCED[kernel]
 
 
-def forced(kernel: str, width: int) -> dict[str, int]:
-    """The forced entries, if any; a forced column tile still has to divide the group of `width` channels."""
+def forced(kernel: str, width: int | None = None) -> dict[str, int]:
+    """The forced entries, if any; with `width`, a column tile still divides a group of that many channels."""
     config = dict(_FORCED.get(kernel, {}))
-    if "BN" in config:
+    if "BN" in config and width is not None:
         config["BN"] = largest_power(width, config["BN"])
     return config

@@ -1,0 +1,83 @@
+"""The compiled kernels on a GPU: right on awkward cases, beyond 2^31 elements, replayed as graphs, repeatable."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import wide_kernels as wk
+from wide_kernels.benchmarks.awkward import LARGE, SMALL, Case, errors, operands
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [*SMALL, *LARGE], ids=str)
+def test_triton_agrees_with_float64_and_reads_only_what_is_executed(case: Case, dtype: torch.dtype) -> None:
+    wrong = [
+        f"{what}: {error:.2e}" for what, error, bound in errors(case, dtype, "cuda", "triton") if not error <= bound
+    ]
+    assert wrong == []
+
+
+def test_outputs_beyond_2_to_the_31_elements_are_addressed_right() -> None:
+    rows, columns, width = 135_000, 16_384, 128
+    x = torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(columns, 64, device="cuda", dtype=torch.bfloat16)
+    mask = torch.rand(rows, columns // width, device="cuda") < 0.5
+    layout = wk.route_layout(mask)
+    y = wk.gemm_mn(x, weight, layout, backend="triton")
+    assert y.numel() > 2**31
+    last = wk.gemm_mn(x[-100:], weight, mask=mask[-100:], backend="torch")
+    torch.testing.assert_close(y[-100:], last, rtol=2e-2, atol=2e-2)
+    down = torch.randn(64, columns, device="cuda", dtype=torch.bfloat16)
+    z = wk.gemm_k(y, down, layout, backend="triton")
+    last = wk.gemm_k(y[-100:], down, mask=mask[-100:], backend="torch")
+    torch.testing.assert_close(z[-100:], last, rtol=2e-2, atol=2.0)  # sums of 8192 products of size 64
+
+
+@pytest.mark.parametrize("rows", [1, 48, 3000])
+def test_a_captured_graph_follows_new_masks(rows: int) -> None:
+    mask, x, gate, up, _ = operands(Case(rows, 512, 16, 64, "half"), torch.bfloat16, "cuda")
+    x, gate, up = (torch.nan_to_num(tensor) for tensor in (x, gate, up))
+    down = gate.t().contiguous()
+
+    def ffn() -> torch.Tensor:
+        layout = wk.route_layout(mask)
+        return wk.gemm_k(wk.gated_mlp_up(x, gate, up, layout), down, layout, residual=x, deterministic=True)
+
+    ffn()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ffn()
+    for density in (0.0, 0.3, 1.0):
+        mask.copy_(torch.rand(mask.shape, device="cuda") < density)
+        graph.replay()
+        torch.testing.assert_close(y, ffn(), rtol=0, atol=0)
+
+
+def test_everything_but_the_fast_gemm_k_repeats_bit_by_bit() -> None:
+    mask, x, gate, up, h = operands(Case(5000, 512, 40, 64, "half"), torch.bfloat16, "cuda")
+    down = gate.t().contiguous()
+    layout = wk.route_layout(mask)
+    for call in (
+        lambda: wk.gated_mlp_up(x, gate, up, layout),
+        lambda: wk.gemm_k(h, down, layout, deterministic=True),
+        lambda: wk.gemm_k(h[:9], down, mask=mask[:9]),
+    ):
+        assert torch.equal(call(), call())
+
+
+def test_compiled_with_inductor_the_ffn_is_the_same() -> None:
+    mask, x, gate, up, _ = operands(Case(300, 256, 8, 64, "half"), torch.float16, "cuda")
+    down = gate.t().contiguous()
+
+    def ffn(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        layout = wk.route_layout(mask)
+        return wk.gemm_k(wk.gated_mlp_up(x, gate, up, layout), down, layout, residual=x, deterministic=True)
+
+    torch.testing.assert_close(torch.compile(ffn, fullgraph=True)(x, mask), ffn(x, mask), rtol=1e-3, atol=1e-3)

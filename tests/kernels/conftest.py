@@ -1,0 +1,22 @@
+"""Without a GPU, Triton kernels run in Triton's interpreter: decided before any of them is imported."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where the kernels under test run."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _no_backend_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WIDE_KERNELS_BACKEND", raising=False)

@@ -1,0 +1,126 @@
+"""Routed attention, prefill and decode, against a loop over tokens and heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import wide_kernels as wk
+
+
+def example(
+    tokens: int = 5, keys: int = 9, heads: int = 6, kv_heads: int = 2, size: int = 64, groups: int = 3
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(q, k, v, mask) of two sequences, float64."""
+    generator = torch.Generator().manual_seed(tokens + keys + size)
+    q, k, v = (
+        torch.randn(2, length, count, size, generator=generator, dtype=torch.float64)
+        for length, count in ((tokens, heads), (keys, kv_heads), (keys, kv_heads))
+    )
+    return q, k, v, torch.rand(2 * tokens, groups, generator=generator) < 0.6
+
+
+def token_by_token(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, first: list[list[int]], end: list[list[int]]
+) -> Tensor:
+    """Query t of sequence b sees keys first[b][t] .. end[b][t] - 1."""
+    batch, tokens, heads, size = q.shape
+    o = torch.zeros_like(q)
+    for b in range(batch):
+        for t in range(tokens):
+            for head in range(heads):
+                seen = slice(first[b][t], end[b][t])
+                group = head // (heads // mask.shape[1])
+                if not mask[b * tokens + t, group] or first[b][t] >= end[b][t]:
+                    continue
+                kv = head // (heads // k.shape[2])
+                weights = torch.softmax(k[b, seen, kv] @ q[b, t, head] / size**0.5, 0)
+                o[b, t, head] = weights @ v[b, seen, kv]
+    return o
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "groups"), [(6, 2, 3), (6, 2, 2), (4, 4, 4), (4, 1, 1), (6, 3, 6)])
+@pytest.mark.parametrize("size", [64, 96, 128, 256])
+def test_prefill_attends_causally_at_the_end_of_the_keys(heads: int, kv_heads: int, groups: int, size: int) -> None:
+    q, k, v, mask = example(5, 9, heads, kv_heads, size, groups)
+    o = wk.attention_prefill(q, k, v, wk.route_layout(mask))
+    torch.testing.assert_close(o, token_by_token(q, k, v, mask, [[0] * 5] * 2, [list(range(5, 10))] * 2))
+
+
+def test_prefill_takes_a_chunk_anywhere_and_leaves_out_left_padding() -> None:
+    q, k, v, mask = example()
+    layout = wk.route_layout(mask)
+    starts, pads = torch.tensor([0, 3]), torch.tensor([2, 0])
+    o = wk.attention_prefill(q, k, v, layout, q_start=starts, kv_start=pads)
+    ends = [[s + t + 1 for t in range(5)] for s in (0, 3)]
+    torch.testing.assert_close(o, token_by_token(q, k, v, mask, [[2] * 5, [0] * 5], ends))
+    assert not o[0, :2].any()  # they stand before the first real key
+    assert bool(torch.isfinite(o).all())
+
+
+def test_prefill_without_causality_sees_all_real_keys() -> None:
+    q, k, v, mask = example()
+    o = wk.attention_prefill(q, k, v, wk.route_layout(mask), causal=False, kv_start=torch.tensor([1, 0]))
+    torch.testing.assert_close(o, token_by_token(q, k, v, mask, [[1] * 5, [0] * 5], [[9] * 5] * 2))
+
+
+def test_prefill_in_chunks_of_queries_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from wide_kernels.attention_prefill import reference
+
+    q, k, v, mask = example()
+    whole = wk.attention_prefill(q, k, v, wk.route_layout(mask))
+    monkeypatch.setattr(reference, "CHUNK_SCORES", 2 * 9 * 2)  # two queries at a time
+    torch.testing.assert_close(wk.attention_prefill(q, k, v, wk.route_layout(mask)), whole)
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_decode_sees_the_filled_part_of_the_cache(scale: float | None) -> None:
+    q, k, v, mask = example(tokens=1)
+    lengths, pads = torch.tensor([4, 9]), torch.tensor([1, 0])
+    o = wk.attention_decode(q, k, v, mask, lengths, scale, kv_start=pads)
+    scaled = q if scale is None else q * scale * 64**0.5
+    torch.testing.assert_close(o, token_by_token(scaled, k, v, mask, [[1], [0]], [[4], [9]]))
+
+
+def test_decode_of_an_empty_cache_gives_zeros() -> None:
+    q, k, v, mask = example(tokens=1)
+    o = wk.attention_decode(q, k, v, torch.ones_like(mask), torch.tensor([0, 3]))
+    assert not o[0].any()
+    assert o[1].any()
+
+
+def test_a_skipped_query_is_zero_even_if_its_values_are_not_numbers() -> None:
+    q, k, v, mask = example(tokens=1)
+    mask[0] = False
+    q[0] = float("nan")
+    assert not wk.attention_decode(q, k, v, mask)[0].any()
+    assert not wk.attention_prefill(q, k, v, wk.route_layout(mask))[0].any()
+
+
+Q, K, V, MASK = example()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"k": K[:, :, :0], "v": V[:, :, :0]}, "H_k = 0 KV heads do not divide H_q = 6"),
+        ({"k": K[..., :32]}, "d of k must be 64, got 32"),
+        ({"v": V[:, :4]}, "k and v must have one shape"),
+        ({"q_start": torch.tensor([0.0, 1.0])}, "q_start must be int64 or int32"),
+        ({"kv_start": torch.tensor([0])}, "size of kv_start, one entry a sequence, must be 2, got 1"),
+        ({"layout": wk.route_layout(MASK[:4], backend="torch")}, r"rows of the layout \(B\*T\) must be 10, got 4"),
+        ({"layout": wk.route_layout(MASK[:, [0, 1, 2, 0]], backend="torch")}, "4 groups do not divide H_q = 6"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(arguments: dict[str, Any], complaint: str) -> None:
+    given = {"q": Q, "k": K, "v": V, "layout": wk.route_layout(MASK, backend="torch")}
+    with pytest.raises(wk.UnsupportedError, match=complaint):
+        wk.attention_prefill(**(given | arguments))
+
+
+def test_decode_takes_one_token_a_sequence() -> None:
+    with pytest.raises(wk.UnsupportedError, match="must be 1, got 5"):
+        wk.attention_decode(Q, K, V, MASK)

@@ -1,0 +1,86 @@
+"""The benchmark without a GPU: its cases are right, its record is complete, its errors are sentences."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from wide_kernels import bench
+from wide_kernels.benchmarks import cases, timing
+from wide_kernels.benchmarks.shapes import MODELS, model_shape
+from wide_kernels.errors import UnsupportedError
+
+TINY = model_shape("32x64")
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+def test_every_timed_case_is_right_and_so_are_its_baselines(rows: int, device: str) -> None:
+    sizes = cases.Sizes(TINY, rows, 16, 0.5, torch.float16, device)
+    found = list(cases.ffn_cases(sizes, set(bench.OPS), gather=True))
+    assert {case.op.split()[0] for case in found} == set(bench.OPS)
+    assert all("deterministic" not in case.op for case in found) == (rows <= 64)
+    for case in found:
+        assert case.check() < 1e-3, case.name
+        shape = case.routed()
+        for name, call in case.baselines.items():
+            result = call()
+            if isinstance(shape, torch.Tensor) and isinstance(result, torch.Tensor):
+                assert result.shape == shape.shape
+                if name == "gather-scatter":
+                    torch.testing.assert_close(result, shape, rtol=2e-2, atol=2e-2)
+
+
+def test_a_record_holds_times_errors_memory_and_what_ran(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    def on_this_device(*arguments: object) -> cases.Sizes:
+        return original(*arguments, device=device)  # type: ignore[arg-type]
+
+    original = cases.Sizes
+    monkeypatch.setattr(cases, "Sizes", on_this_device)
+    monkeypatch.setattr(timing, "captured", lambda call: call)
+    monkeypatch.setattr(timing, "peak_extra_bytes", lambda call: 1)
+    monkeypatch.setattr(timing, "launched_kernels", lambda call: ["tile_kernel"])
+
+    def times(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, timing.Times]:
+        return {name: timing.Times(2.0 if name == "linear" else 1.0, 3.0, 0.5, rounds) for name in calls}
+
+    monkeypatch.setattr(timing, "interleaved", times)
+    arguments = argparse.Namespace(
+        model="32x64", points=[(70, 16, 0.5), (3, 48, 0.5)], ops=["gemm_k"], dtype="fp16", rounds=4, gather=False
+    )
+    records = list(bench.measure(arguments, deadline=math.inf))
+    assert [record["op"] for record in records] == ["gemm_k", "gemm_k deterministic"]
+    assert records[0]["speedup"] == 2.0
+    assert records[0]["best_dense"] == "linear"
+    assert records[0]["kernels"] == ["tile_kernel"]
+    assert bench.row(records[0]).split()[:3] == ["gemm_k", "70", "16"]
+    late = list(bench.measure(arguments, deadline=-math.inf))
+    assert late == [{"left_out": "T=70 G=16 density=0.5"}]
+    assert "left out" in bench.row(late[0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    assert bench.main() == 2
+    assert "needs a CUDA GPU" in capsys.readouterr().err
+
+
+def test_shapes_have_names_or_are_written_by_hand() -> None:
+    assert model_shape("Llama-3.1-8B") is MODELS["llama-3.1-8b"]
+    assert (TINY.hidden_size, TINY.intermediate_size) == (32, 64)
+    with pytest.raises(UnsupportedError, match="no model shape 'gpt'; name one of llama"):
+        model_shape("gpt")
+
+
+def test_the_record_names_no_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    found = bench.environment()
+    assert {"date", "torch", "triton", "gpu", "driver", "revision"} <= set(found)
+    assert not any("host" in key or "user" in key for key in found)

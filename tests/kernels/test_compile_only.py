@@ -1,0 +1,53 @@
+"""The Triton kernels compile for GPUs that this machine doesn't have, tensor cores and pipelines included."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+# What a program may use: 227 KB on Hopper, 163 KB on A100.
+SHARED_BYTES = {"sm_90": 227 << 10, "sm_80": 163 << 10}
+
+
+@pytest.fixture(scope="module", params=list(SHARED_BYTES))
+def compiled(
+    request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {
+        "PYTHONPATH": str(repository / "kernels"),
+        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+    }
+    script = Path(__file__).with_name("compile_only.py")
+    done = subprocess.run(
+        [sys.executable, str(script), request.param], env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_every_kernel_compiles_and_fits_into_shared_memory(compiled: dict[str, Any]) -> None:
+    limit = SHARED_BYTES[compiled["target"]]
+    assert len(compiled["kernels"]) > 15
+    assert {name: k["shared"] for name, k in compiled["kernels"].items() if k["shared"] > limit} == {}
+
+
+def test_products_run_on_tensor_cores(compiled: dict[str, Any]) -> None:
+    products = {name: k for name, k in compiled["kernels"].items() if name.startswith(("tile", "few", "norm_rows"))}
+    assert [name for name, k in products.items() if not k["mma"]] == []
+    if compiled["target"] == "sm_90":
+        assert [name for name, k in products.items() if name.startswith("tile") and not k["wgmma"]] == []
+
+
+def test_loads_for_a_few_rows_are_pipelined(compiled: dict[str, Any]) -> None:
+    # Three stages in flight at least: (16 + 16) x 128 x 2 bytes each.
+    assert compiled["kernels"]["few_rows_k 1 bfloat16"]["shared"] >= 3 * 8192

@@ -1,0 +1,125 @@
+"""GEMM-K: the sort behind it, the ways partial sums meet, what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import wide_kernels as wk
+from wide_kernels.tuning.table import force
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def example(rows: int, groups: int, columns: int = 48) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(h [rows, 16 groups], weight, residual, mask), float32."""
+    generator = torch.Generator().manual_seed(rows)
+    shapes = ((rows, 16 * groups), (columns, 16 * groups), (rows, columns))
+    h, weight, residual = (torch.randn(*shape, generator=generator).to(DEVICE) for shape in shapes)
+    return h, weight, residual, (torch.rand(rows, groups, generator=generator) < 0.5).to(DEVICE)
+
+
+def test_torch_multiplies_only_what_each_token_executes() -> None:
+    h, weight, residual, mask = example(9, 3)
+    y = residual.clone()
+    for t, g in mask.nonzero().tolist():
+        part = slice(16 * g, 16 * g + 16)
+        y[t] += weight[:, part] @ h[t, part]
+    layout = wk.route_layout(mask, backend="torch")
+    torch.testing.assert_close(wk.gemm_k(h, weight, layout, residual, backend="torch"), y)
+    h.view(9, 3, 16)[~mask] = float("nan")
+    torch.testing.assert_close(wk.gemm_k(h, weight, layout, residual, backend="torch"), y)
+
+
+@settings(max_examples=10, deadline=None)
+@given(rows=st.integers(1, 400), groups=st.integers(1, 12), length=st.integers(1, 8), seed=st.integers(0, 99))
+def test_rows_of_a_segment_are_sorted_so_that_neighbours_differ_in_few_groups(
+    rows: int, groups: int, length: int, seed: int
+) -> None:
+    from wide_kernels.gemm_k.sorting import sort_patterns
+
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.rand(rows, groups, generator=generator) < 0.5).to(DEVICE)
+    found = sort_patterns(mask, length)
+    assert found.segments == -(-groups // length)
+    gray = [i ^ (i >> 1) for i in range(1 << length)]
+    for segment in range(found.segments):
+        part = mask[:, segment * length : (segment + 1) * length].long()
+        pattern = (part << torch.arange(part.shape[1], device=DEVICE)).sum(1)
+        ranks = torch.tensor([gray.index(value) for value in pattern.tolist()])
+        expected = torch.sort(ranks, stable=True).indices
+        assert found.order[segment].tolist() == expected.tolist()
+        assert found.patterns[segment].tolist() == pattern.cpu()[expected].tolist()
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "length"), [(1, 1, 1), (300, 112, 1), (16384, 112, 7), (16384, 24, 6), (9**6, 40, 8)]
+)
+def test_a_segment_has_a_bit_for_each_doubling_of_the_tiles(rows: int, groups: int, length: int) -> None:
+    from wide_kernels.gemm_k.sorting import segment_length
+
+    assert segment_length(rows, groups) == length
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_segments_of_several_groups_sum_up(deterministic: bool) -> None:
+    h, weight, residual, mask = example(140, 7)
+    layout = wk.route_layout(mask)
+    expected = wk.gemm_k(h, weight, layout, residual, backend="torch")
+    h.view(140, 7, 16)[~mask] = float("nan")
+    with force("gemm_k_sort", {"S": 3}):
+        y = wk.gemm_k(h, weight, layout, residual, deterministic=deterministic, backend="triton")
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_slabs_of_the_output_leave_no_column_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from wide_kernels.gemm_k import configs
+
+    monkeypatch.setattr(configs, "SLAB_BYTES", 70 * 4 * 32)  # two column tiles of 16
+    h, weight, residual, mask = example(70, 2, columns=80)
+    with force("gemm_k", {"BN": 16}):
+        y = wk.gemm_k(h, weight, wk.route_layout(mask), residual, backend="triton")
+    torch.testing.assert_close(
+        y, wk.gemm_k(h, weight, mask=mask, residual=residual, backend="torch"), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_few_rows_split_over_k_give_the_same_sum(splits: int) -> None:
+    h, weight, residual, mask = example(5, 9)
+    expected = wk.gemm_k(h, weight, mask=mask, residual=residual, backend="torch")
+    h.view(5, 9, 16)[~mask] = float("nan")
+    weight.view(48, 9, 16)[:, ~mask.any(0)] = float("nan")
+    with force("few_rows_k", {"SPLITS": splits}):
+        y = wk.gemm_k(h, weight, mask=mask, residual=residual, backend="triton")
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_no_rows_give_no_rows(backend: str) -> None:
+    h, weight, residual, mask = example(3, 2)
+    assert wk.gemm_k(h[:0], weight, mask=mask[:0], residual=residual[:0], backend=backend).shape == (0, 48)
+
+
+H, WEIGHT, RESIDUAL, MASK = (tensor.cpu() for tensor in example(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"accumulate": "fp8"}, "one of auto, fp32, bf16, got 'fp8'"),
+        ({"accumulate": "bf16"}, "needs bfloat16 operands, got torch.float32"),
+        ({"residual": RESIDUAL[:2]}, "T of residual must be 3, got 2"),
+        ({"residual": RESIDUAL.half()}, "residual is torch.float16"),
+        ({"mask": MASK[:, :0]}, "no groups"),
+        ({"weight": WEIGHT[:, :16]}, "K of weight must be 32, got 16"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(arguments: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(wk.UnsupportedError, match=complaint):
+        wk.gemm_k(**({"h": H, "weight": WEIGHT, "mask": MASK} | arguments))

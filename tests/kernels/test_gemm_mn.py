@@ -1,0 +1,103 @@
+"""GEMM-MN and its gated form: what they refuse, and the plain torch form against a loop over groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import wide_kernels as wk
+
+
+def example(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(x [9, 32], gate weight and up weight [48, 32], bias [48], mask [9, 3])."""
+    generator = torch.Generator().manual_seed(1)
+    x, gate, up, bias = (
+        torch.randn(*shape, generator=generator, dtype=dtype) for shape in ((9, 32), (48, 32), (48, 32), (48,))
+    )
+    return x, gate, up, bias, torch.rand(9, 3, generator=generator) < 0.5
+
+
+def token_by_token(x: Tensor, weight: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
+    y = torch.zeros(x.shape[0], weight.shape[0], dtype=x.dtype)
+    width = weight.shape[0] // mask.shape[1]
+    for t, g in mask.nonzero().tolist():
+        part = slice(g * width, (g + 1) * width)
+        y[t, part] = weight[part] @ x[t] + (0 if bias is None else bias[part])
+    return y
+
+
+def test_torch_multiplies_only_what_each_token_executes() -> None:
+    x, gate, up, bias, mask = example()
+    layout = wk.route_layout(mask, backend="torch")
+    y = wk.gemm_mn(x, gate, layout, bias, backend="torch")
+    torch.testing.assert_close(y, token_by_token(x, gate, mask, bias))
+    assert not y.view(9, 3, 16)[~mask].any()
+    y = wk.gated_mlp_up(x, gate, up, layout, backend="torch")
+    torch.testing.assert_close(y, F.silu(token_by_token(x, gate, mask)) * token_by_token(x, up, mask))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_triton_fuses_the_same_activation(activation: str, device: str) -> None:
+    x, gate, up, bias, mask = (tensor.to(device) for tensor in example())
+    layout = wk.route_layout(mask)
+    x32, gate32, up32, bias32 = (tensor.float() for tensor in (x, gate, up, bias))
+    expected = wk.gemm_mn(x, gate, layout, bias, activation, backend="torch")
+    got = wk.gemm_mn(x32, gate32, None, bias32, activation, mask=mask, backend="triton")
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+    expected = wk.gated_mlp_up(x, gate, up, layout, activation, backend="torch")
+    got = wk.gated_mlp_up(x32, gate32, up32, layout, activation, backend="triton")
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_no_rows_give_no_rows(backend: str, device: str) -> None:
+    x, gate, up, _, mask = (tensor.to(device) for tensor in example(torch.float32))
+    layout = wk.route_layout(mask[:0], backend=backend)
+    assert wk.gemm_mn(x[:0], gate, layout, backend=backend).shape == (0, 48)
+    assert wk.gated_mlp_up(x[:0], gate, up, layout, backend=backend).shape == (0, 48)
+
+
+def test_rows_of_a_wider_tensor_need_no_copy_by_the_caller(device: str) -> None:
+    x, gate, _, _, mask = (tensor.to(device) for tensor in example(torch.float32))
+    wider = torch.full((9, 64), float("nan"), device=device)
+    wider[:, :32] = x
+    layout = wk.route_layout(mask)
+    got = wk.gemm_mn(wider[:, :32], gate, layout, backend="triton")
+    torch.testing.assert_close(got, wk.gemm_mn(x, gate, layout, backend="torch"), rtol=1e-5, atol=1e-5)
+
+
+def bad_calls() -> list[Any]:
+    x, gate, up, bias, mask = example(torch.float32)
+    layout = wk.route_layout(mask, backend="torch")
+    return [
+        pytest.param(lambda: wk.gemm_mn(x, gate), "give either a layout or mask=, one of them", id="neither"),
+        pytest.param(lambda: wk.gemm_mn(x, gate, layout, mask=mask), "not both", id="both"),
+        pytest.param(lambda: wk.gemm_mn(x, gate, mask=mask.float()), "mask must be bool", id="float mask"),
+        pytest.param(lambda: wk.gemm_mn(x, gate, mask=mask[:4]), "number of rows must be 9, got 4", id="rows"),
+        pytest.param(lambda: wk.gemm_mn(x, gate[:47], mask=mask), "3 groups do not divide N = 47", id="groups"),
+        pytest.param(lambda: wk.gemm_mn(x, gate[:, :16], layout), "K of weight must be 32, got 16", id="depth"),
+        pytest.param(lambda: wk.gemm_mn(x[None], gate, layout), r"x must be \[T, K\], got 3 dim", id="dims"),
+        pytest.param(lambda: wk.gemm_mn(x, gate.half(), layout), "weight is torch.float16, the first", id="dtypes"),
+        pytest.param(lambda: wk.gemm_mn(x.int(), gate.int(), layout), "must be floating point", id="integers"),
+        pytest.param(lambda: wk.gemm_mn(x, gate, layout, bias[:3]), "size of bias must be 48, got 3", id="bias"),
+        pytest.param(lambda: wk.gemm_mn(x, gate, layout, None, "tanh"), "one of silu, gelu", id="activation"),
+        pytest.param(lambda: wk.gemm_mn(x, gate.to("meta"), layout), "weight is on meta", id="devices"),
+        pytest.param(lambda: wk.gemm_mn(x, gate, mask), "must be a RouteLayout, got Tensor", id="layout type"),
+        pytest.param(lambda: wk.gated_mlp_up(x, gate, up[:32], layout), "D' of w_up must be 48", id="up"),
+        pytest.param(
+            lambda: wk.gemm_mn(x, gate.t().contiguous().t(), layout, backend="triton"),
+            "weight must be contiguous",
+            id="transposed weight",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="the example lies on the CPU"),
+        ),
+    ]
+
+
+@pytest.mark.parametrize(("call", "complaint"), bad_calls())
+def test_what_does_not_fit_is_refused_by_name(call: Any, complaint: str) -> None:
+    with pytest.raises(wk.UnsupportedError, match=complaint):
+        call()
