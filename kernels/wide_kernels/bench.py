@@ -13,13 +13,18 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from wide_kernels.benchmarks.shapes import MODELS, model_shape
 from wide_kernels.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from wide_kernels.benchmarks.cases import Sizes
+    from wide_kernels.benchmarks.parallel import Outcome
 
 OPS = ("route_layout", "gemm_mn", "gated_mlp_up", "gemm_k", "norm_route")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -75,56 +80,76 @@ def environment() -> dict[str, object]:
     }
 
 
-def check(dtypes: list[str], deadline: float) -> tuple[int, list[str]]:
-    """Number of comparisons made on awkward cases, and a line for each that is wrong."""
-    from wide_kernels.benchmarks.awkward import LARGE, SMALL, errors
+def points(arguments: argparse.Namespace) -> list[Sizes]:
+    """The grid for this model: groups must divide its intermediate size."""
+    from wide_kernels.benchmarks.cases import Sizes
 
-    done, wrong = 0, []
-    for name in dtypes:
-        for case in (*LARGE, *SMALL):
-            if time.monotonic() > deadline:
-                wrong.append("the time budget ended before all cases were checked; give more --seconds or --no-check")
-                return done, wrong
-            for what, error, tolerance in errors(case, DTYPES[name], "cuda", "triton"):
-                done += 1
-                if not error <= tolerance:
-                    wrong.append(f"{what} {name} {case}: relative error {error:.2e} above {tolerance:.0e}")
-    return done, wrong
+    model, dtype = model_shape(arguments.model), DTYPES[arguments.dtype]
+    grid = arguments.points or GRID
+    return [
+        Sizes(model, rows, group, density, dtype)
+        for rows, group, density in grid
+        if model.intermediate_size % group == 0
+    ]
+
+
+def prepare(arguments: argparse.Namespace) -> Outcome:
+    """In worker processes: check the awkward cases, compile what is timed afterwards."""
+    from wide_kernels.benchmarks.parallel import WarmTask, check_tasks, run_all
+    from wide_kernels.benchmarks.tune import tune_tasks
+
+    tasks: list[Callable[[], Outcome]] = []
+    if arguments.tune:
+        for kernel, sizes in tuning_points(arguments):
+            tasks += tune_tasks(kernel, sizes)
+    elif not arguments.check_only:
+        # Densities share their kernels: compile one of each.
+        distinct = {(sizes.rows, sizes.group): sizes for sizes in points(arguments)}
+        tasks += [WarmTask(sizes, frozenset({op})) for sizes in distinct.values() for op in arguments.ops]
+    tasks += check_tasks([DTYPES[name] for name in arguments.checked])
+    return run_all(tasks)
+
+
+def tuning_points(arguments: argparse.Namespace) -> list[tuple[str, Sizes]]:
+    """(kernel, point) pairs to tune: the points given, else one that the kernel is made for."""
+    from wide_kernels.benchmarks.cases import Sizes
+
+    found = []
+    for kernel in arguments.tune:
+        usual = (1 if kernel.startswith("few_rows") else 16384, 128, 0.5)
+        for rows, group, density in arguments.points or [usual]:
+            sizes = Sizes(model_shape(arguments.model), rows, group, density, DTYPES[arguments.dtype])
+            found.append((kernel, sizes))
+    return found
 
 
 def measure(arguments: argparse.Namespace, deadline: float) -> Iterator[dict[str, object]]:
     """One record for each case, or one that says what was left out when the time budget ended."""
-    from wide_kernels.benchmarks.cases import Sizes, ffn_cases
+    from wide_kernels.benchmarks.cases import ffn_cases
     from wide_kernels.benchmarks.timing import captured, interleaved, launched_kernels, peak_extra_bytes
 
-    model = model_shape(arguments.model)
     profiled: set[str] = set()
-    for rows, group, density in arguments.points or GRID:
-        if model.intermediate_size % group:
-            continue
+    for i, sizes in enumerate(points(arguments)):
+        rows, group, density = sizes.rows, sizes.group, sizes.density
         if time.monotonic() > deadline:
             yield {"left_out": f"T={rows} G={group} density={density:g}"}
             continue
-        gather = arguments.gather and (rows, group, density) == GRID[0]
-        sizes = Sizes(model, rows, group, density, DTYPES[arguments.dtype])
-        for case in ffn_cases(sizes, set(arguments.ops), gather):
+        for case in ffn_cases(sizes, set(arguments.ops), arguments.gather and i == 0):
             error = case.check()
-            memory = {name: peak_extra_bytes(call) for name, call in [("routed", case.routed), *case.baselines.items()]}
+            named = {"routed": case.routed, **case.dense, **case.others}
+            memory = {name: peak_extra_bytes(call) for name, call in named.items()}
             kernels = []
             key = f"{case.op} {rows <= 64}"
             if key not in profiled:
                 profiled.add(key)
                 kernels = launched_kernels(case.routed)
-            calls = {"routed": captured(case.routed)}
-            calls |= {name: captured(call) for name, call in case.baselines.items()}
+            calls = {name: captured(call) for name, call in named.items()}
             times = interleaved(calls, arguments.rounds)
-            dense_name = min(
-                (name for name in case.baselines if "gather" not in name), key=lambda name: times[name].p50_ms
-            )
+            dense_name = min(case.dense, key=lambda name: times[name].p50_ms)
             best, routed = times[dense_name].p50_ms, times["routed"].p50_ms
             record: dict[str, object] = {
                 "op": case.op,
-                "model": model.name,
+                "model": sizes.model.name,
                 "dtype": arguments.dtype,
                 "rows": rows,
                 "group_size": group,
@@ -134,7 +159,7 @@ def measure(arguments: argparse.Namespace, deadline: float) -> Iterator[dict[str
                 "explain": str(case.explanation),
                 "error": error,
                 "routed": times["routed"].as_dict(),
-                "baselines": {name: times[name].as_dict() for name in case.baselines},
+                "baselines": {name: times[name].as_dict() for name in (*case.dense, *case.others)},
                 "best_dense": dense_name,
                 "speedup": best / routed,
                 "tflops": case.flops / routed / 1e9,
@@ -195,30 +220,26 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     started = time.monotonic()
     document: dict[str, object] = {"schema": "wide_kernels.bench/1", "environment": environment()}
     say(" ".join(f"{key}={value}" for key, value in dict(document["environment"]).items()))  # type: ignore[call-overload]
-    done, wrong = check(arguments.checked, started + arguments.seconds / 2)
-    document["checks"] = {"done": done, "wrong": wrong, "dtypes": arguments.checked}
-    say(
-        "\n".join(
-            [
-                f"checked {done} results on awkward cases in {time.monotonic() - started:.0f} s, {len(wrong)} wrong",
-                *wrong,
-            ]
-        )
-    )
+    outcome = prepare(arguments)
+    wrong = outcome.wrong
+    document["checks"] = {"done": outcome.compared, "wrong": wrong, "dtypes": arguments.checked}
+    took = time.monotonic() - started
+    summary = f"checked {outcome.compared} results on awkward cases and compiled in {took:.0f} s, {len(wrong)} wrong"
+    say("\n".join([summary, *wrong, *outcome.notes]))
     if arguments.check_only:
         return document
     deadline = started + arguments.seconds
     if arguments.tune:
-        from wide_kernels.benchmarks.cases import Sizes
         from wide_kernels.benchmarks.tune import tune
 
         tuned: dict[str, object] = {}
-        for kernel in arguments.tune:
-            few = kernel.startswith("few_rows")
-            for rows, group, density in arguments.points or [(1 if few else 16384, 128, 0.5)]:
-                sizes = Sizes(model_shape(arguments.model), rows, group, density, DTYPES[arguments.dtype])
-                tuned[f"{kernel} T={rows} G={group}"] = entries = tune(kernel, sizes)
-                say("\n".join([f"{kernel} T={rows} G={group}", *(f"  {json.dumps(entry)}" for entry in entries)]))
+        for kernel, sizes in tuning_points(arguments):
+            name = f"{kernel} T={sizes.rows} G={sizes.group}"
+            if time.monotonic() > deadline:
+                say(f"left out, the time budget ended: {name}")
+                continue
+            tuned[name] = entries = tune(kernel, sizes)
+            say("\n".join([name, *(f"  {json.dumps(entry)}" for entry in entries)]))
         document["tuned"] = tuned
         return document
     say(f"{'operator':21}{'T':>6}{'G':>5}{'dens.':>6}{'us':>10}{'speed':>8}{'TF/s':>7}{'error':>9}{'MB':>7}  baselines")

@@ -22,7 +22,7 @@ RANK = 32
 
 @dataclass(frozen=True)
 class TimedCase:
-    """`routed` against every call in `baselines` (the fastest dense one counts; names with "gather" are not dense)."""
+    """`routed` against `dense`, what a dense model calls (the fastest counts), and `others`, told beside it."""
 
     op: str
     rows: int
@@ -30,10 +30,10 @@ class TimedCase:
     density: float
     explanation: Explanation
     routed: Call
-    baselines: Mapping[str, Call]
+    dense: Mapping[str, Call]
     check: Callable[[], float]  # relative error against float64 on some rows
     flops: float = 0.0  # executed multiply-adds x 2
-    notes: Mapping[str, object] = field(default_factory=dict)
+    others: Mapping[str, Call] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -95,17 +95,15 @@ def ffn_cases(sizes: Sizes, ops: set[str], gather: bool) -> Iterator[TimedCase]:
     x = sizes.normal(rows, hidden)
     w_gate, w_up = (sizes.normal(channels, hidden, scale=0.02) for _ in range(2))
     if "gemm_mn" in ops:
-        baselines: dict[str, Call] = {"linear": lambda: F.linear(x, w_up)}
-        if gather:
-            baselines["gather-scatter"] = lambda: dense.gather_scatter_mn(x, w_up, layout, counts)
+        slow_mn: dict[str, Call] = {"gather-scatter": lambda: dense.gather_scatter_mn(x, w_up, layout, counts)}
         yield TimedCase(
             "gemm_mn", *point, wk.explain("gemm_mn", x, w_up, **form),
-            lambda: wk.gemm_mn(x, w_up, **form), baselines,
+            lambda: wk.gemm_mn(x, w_up, **form), {"linear": lambda: F.linear(x, w_up)},
             lambda: _error(
                 wk.gemm_mn(x, w_up, **form), picked,
                 F.linear(x[picked].double(), w_up.double()) * wide_mask,
             ),
-            2 * executed * hidden,
+            2 * executed * hidden, slow_mn if gather else {},
         )  # fmt: skip
     if "gated_mlp_up" in ops:
         yield TimedCase(
@@ -127,16 +125,14 @@ def ffn_cases(sizes: Sizes, ops: set[str], gather: bool) -> Iterator[TimedCase]:
         h = sizes.normal(rows, channels)
         for name, extra in _gemm_k_variants(rows, dtype).items():
             options = form | extra
-            baselines = {"linear": lambda: F.linear(h, w_down)}
-            if gather and not extra:
-                baselines["gather-scatter"] = lambda: dense.gather_scatter_k(h, w_down, layout, counts)
+            slow_k: dict[str, Call] = {"gather-scatter": lambda: dense.gather_scatter_k(h, w_down, layout, counts)}
             yield TimedCase(
                 f"gemm_k{name}", *point, wk.explain("gemm_k", h, w_down, **options),
-                lambda options=options: wk.gemm_k(h, w_down, **options), baselines,  # type: ignore[misc]
+                lambda options=options: wk.gemm_k(h, w_down, **options), {"linear": lambda: F.linear(h, w_down)},  # type: ignore[misc]
                 lambda options=options: _error(  # type: ignore[misc]
                     wk.gemm_k(h, w_down, **options), picked, F.linear(h[picked].double() * wide_mask, w_down.double())
                 ),
-                2 * executed * hidden,
+                2 * executed * hidden, slow_k if gather and not extra else {},
             )  # fmt: skip
     if "norm_route" in ops:
         yield _norm_route(sizes, x, point)
@@ -167,9 +163,7 @@ def _norm_route(sizes: Sizes, x: Tensor, point: tuple[int, int, float]) -> Timed
     return TimedCase(
         "norm_route", *point, wk.explain("norm_route", x, scale, w1, b1, w2, b2, 1e-5),
         lambda: wk.norm_route(x, scale, w1, b1, w2, b2, 1e-5),
-        {
-            "rms_norm alone": lambda: F.rms_norm(x, (hidden,), scale, 1e-5),
-            "gather-free eager": lambda: wk.norm_route(x, scale, w1, b1, w2, b2, 1e-5, backend="torch"),
-        },
+        {"rms_norm alone": lambda: F.rms_norm(x, (hidden,), scale, 1e-5)},
         check, 2.0 * sizes.rows * RANK * (hidden + 2 * groups),
+        {"eager": lambda: wk.norm_route(x, scale, w1, b1, w2, b2, 1e-5, backend="torch")},
     )  # fmt: skip

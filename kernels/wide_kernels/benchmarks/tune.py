@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from wide_kernels.benchmarks.cases import Sizes, ffn_cases
+from wide_kernels.benchmarks.parallel import WarmTask
 from wide_kernels.benchmarks.timing import captured, interleaved
 from wide_kernels.tuning.table import force
 
@@ -35,6 +36,11 @@ def candidates(kernel: str) -> Iterator[dict[str, int]]:
         if kernel == "few_rows_k":
             for splits in (1, 2, 4, 8):
                 yield {"BN": 16, "BK": 128, "num_warps": 4, "num_stages": 4, "SPLITS": splits}
+
+
+def tune_tasks(kernel: str, sizes: Sizes) -> list[WarmTask]:
+    """Compiling all candidates, for worker processes."""
+    return [WarmTask(sizes, frozenset({TUNED[kernel]}), kernel, tuple(c.items())) for c in candidates(kernel)]
 
 
 def tune(kernel: str, sizes: Sizes) -> list[dict[str, object]]:

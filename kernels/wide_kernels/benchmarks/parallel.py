@@ -1,0 +1,97 @@
+"""What may run in several processes on one GPU: checks, and compiling ahead what is timed afterwards.
+
+Compiling takes most of a first run, on one core a process. Each worker fills Triton's cache on disk, from which the
+timing process then reads. Nothing is timed while workers run.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+
+import torch
+
+from wide_kernels.benchmarks.awkward import LARGE, SMALL, errors
+from wide_kernels.benchmarks.cases import Sizes, ffn_cases
+from wide_kernels.tuning.table import force
+
+MAX_WORKERS = 12
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one task: comparisons made, a line for each wrong one, lines worth telling."""
+
+    compared: int = 0
+    wrong: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class CheckTask:
+    """Compare one awkward case with float64 on the GPU."""
+
+    index: int
+    dtype: torch.dtype
+
+    def __call__(self) -> Outcome:
+        """Run it; an exception counts as a wrong result."""
+        case = (*SMALL, *LARGE)[self.index]
+        compared, wrong = 0, []
+        try:
+            for what, error, tolerance in errors(case, self.dtype, "cuda", "triton"):
+                compared += 1
+                if not error <= tolerance:
+                    wrong.append(f"{what} {self.dtype} {case}: relative error {error:.2e} above {tolerance:.0e}")
+        except Exception as failure:  # whatever it is, the other cases still run
+            wrong.append(f"{self.dtype} {case}: {type(failure).__name__}: {str(failure)[:300]}")
+        return Outcome(compared, wrong)
+
+
+@dataclass(frozen=True)
+class WarmTask:
+    """Run every operator once at one point of the grid, so that it is compiled; with `kernel`, in a configuration."""
+
+    sizes: Sizes
+    ops: frozenset[str]
+    kernel: str = "none"
+    config: tuple[tuple[str, int], ...] = ()
+
+    def __call__(self) -> Outcome:
+        """Run it; a failure is a note, the timing process will meet it again."""
+        try:
+            with force(self.kernel, dict(self.config)):
+                for case in ffn_cases(self.sizes, set(self.ops), gather=False):
+                    case.routed()
+            torch.cuda.synchronize()
+        except Exception as failure:  # e.g. too much shared memory: a candidate that is out
+            return Outcome(notes=[f"{self.kernel} {dict(self.config)}: {type(failure).__name__}"])
+        finally:
+            torch.cuda.empty_cache()
+        return Outcome()
+
+
+def check_tasks(dtypes: Sequence[torch.dtype]) -> list[CheckTask]:
+    """All awkward cases, the large ones first."""
+    return [CheckTask(i, dtype) for dtype in dtypes for i in reversed(range(len(SMALL) + len(LARGE)))]
+
+
+def run_all(tasks: Sequence[Callable[[], Outcome]]) -> Outcome:
+    """Run the tasks in worker processes and add up what they found."""
+    compared, wrong, notes = 0, [], []
+    workers = max(1, min(MAX_WORKERS, (os.cpu_count() or 2) - 2, len(tasks)))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures: list[Future[Outcome]] = [pool.submit(task) for task in tasks]
+        for future in as_completed(futures):
+            try:
+                outcome = future.result()
+            except Exception as failure:  # the worker died
+                wrong.append(f"a worker process ended: {type(failure).__name__}: {str(failure)[:300]}")
+                continue
+            compared += outcome.compared
+            wrong += outcome.wrong
+            notes += outcome.notes
+    return Outcome(compared, sorted(wrong), notes)
