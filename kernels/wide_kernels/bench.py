@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,21 +82,26 @@ def environment() -> dict[str, object]:
 
 
 def points(arguments: argparse.Namespace) -> list[Sizes]:
-    """The grid for this model: groups must divide its intermediate size."""
+    """The grid for this model (groups must divide its intermediate size), or its recorded masks."""
     from wide_kernels.benchmarks.cases import Sizes
+    from wide_kernels.benchmarks.masks import read_masks
 
     model, dtype = model_shape(arguments.model), DTYPES[arguments.dtype]
-    grid = arguments.points or GRID
-    return [
-        Sizes(model, rows, group, density, dtype)
-        for rows, group, density in grid
-        if model.intermediate_size % group == 0
-    ]
+    if arguments.masks is None:
+        grid = [point for point in arguments.points or GRID if model.intermediate_size % point[1] == 0]
+        return [Sizes(model, rows, group, density, dtype) for rows, group, density in grid]
+    found = []
+    for name, mask in read_masks(arguments.masks).items():
+        if model.intermediate_size % mask.shape[1]:
+            raise UnsupportedError(f"{name}: {mask.shape[1]} groups do not divide {model.name}'s intermediate size")
+        group, density = model.intermediate_size // mask.shape[1], round(float(mask.float().mean()), 3)
+        found.append(Sizes(model, mask.shape[0], group, density, dtype, recorded=mask, masks=name))
+    return found
 
 
 def prepare(arguments: argparse.Namespace) -> Outcome:
     """In worker processes: check the awkward cases, compile what is timed afterwards."""
-    from wide_kernels.benchmarks.parallel import WarmTask, check_tasks, run_all
+    from wide_kernels.benchmarks.parallel import WarmTask, check_tasks, run_all, usual_workers
     from wide_kernels.benchmarks.tune import tune_tasks
 
     tasks: list[Callable[[], Outcome]] = []
@@ -105,9 +111,10 @@ def prepare(arguments: argparse.Namespace) -> Outcome:
     elif not arguments.check_only:
         # Densities share their kernels: compile one of each.
         distinct = {(sizes.rows, sizes.group): sizes for sizes in points(arguments)}
-        tasks += [WarmTask(sizes, frozenset({op})) for sizes in distinct.values() for op in arguments.ops]
+        plain = [replace(sizes, recorded=None) for sizes in distinct.values()]
+        tasks += [WarmTask(sizes, frozenset({op})) for sizes in plain for op in arguments.ops]
     tasks += check_tasks([DTYPES[name] for name in arguments.checked])
-    return run_all(tasks)
+    return run_all(tasks, usual_workers() if arguments.workers is None else arguments.workers)
 
 
 def tuning_points(arguments: argparse.Namespace) -> list[tuple[str, Sizes]]:
@@ -126,6 +133,7 @@ def tuning_points(arguments: argparse.Namespace) -> list[tuple[str, Sizes]]:
 def measure(arguments: argparse.Namespace, deadline: float) -> Iterator[dict[str, object]]:
     """One record for each case, or one that says what was left out when the time budget ended."""
     from wide_kernels.benchmarks.cases import ffn_cases
+    from wide_kernels.benchmarks.masks import structure
     from wide_kernels.benchmarks.timing import captured, interleaved, launched_kernels, peak_extra_bytes
 
     profiled: set[str] = set()
@@ -154,7 +162,8 @@ def measure(arguments: argparse.Namespace, deadline: float) -> Iterator[dict[str
                 "rows": rows,
                 "group_size": group,
                 "density": density,
-                "masks": "random",
+                "masks": sizes.masks,
+                "structure": None if sizes.recorded is None else structure(sizes.recorded.cuda()),
                 "backend": case.explanation.backend,
                 "explain": str(case.explanation),
                 "error": error,
@@ -201,6 +210,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--points", nargs="+", type=point, metavar="T,G,DENSITY", help="instead of the built-in grid")
+    parser.add_argument("--masks", type=Path, help="safetensors file of recorded masks, bool [T, N_G]")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--rounds", type=int, default=20, help="timed calls of each candidate (default 20)")
     parser.add_argument(
@@ -211,6 +221,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--check-only", action="store_true", help="time nothing")
     parser.add_argument("--no-gather", dest="gather", action="store_false", help="skip the gather-scatter form")
     parser.add_argument("--tune", nargs="+", metavar="KERNEL", help="time candidate configurations instead")
+    parser.add_argument("--workers", type=int, help="processes that check and compile ahead; 0: none but this one")
     parser.add_argument("--out", type=Path, help="write the JSON record here instead of to stdout")
     return parser.parse_args()
 

@@ -51,7 +51,13 @@ def test_a_record_holds_times_errors_memory_and_what_ran(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(timing, "interleaved", times)
     arguments = argparse.Namespace(
-        model="32x64", points=[(70, 16, 0.5), (3, 48, 0.5)], ops=["gemm_k"], dtype="fp16", rounds=4, gather=False
+        model="32x64",
+        points=[(70, 16, 0.5), (3, 48, 0.5)],
+        ops=["gemm_k"],
+        dtype="fp16",
+        rounds=4,
+        gather=False,
+        masks=None,
     )
     records = list(bench.measure(arguments, deadline=math.inf))
     assert [record["op"] for record in records] == ["gemm_k", "gemm_k deterministic"]
@@ -84,3 +90,33 @@ def test_the_record_names_no_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     found = bench.environment()
     assert {"date", "torch", "triton", "gpu", "driver", "revision"} <= set(found)
     assert not any("host" in key or "user" in key for key in found)
+
+
+def test_recorded_masks_are_read_and_described(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from wide_kernels.benchmarks.masks import read_masks, structure
+
+    generator = torch.Generator().manual_seed(0)
+    independent = torch.rand(4096, 10, generator=generator) < 0.5
+    agreeing = independent[:, :1].expand(-1, 10).contiguous()
+    save_file({"layer.0": independent, "layer.1": agreeing, "ids": torch.arange(4)}, tmp_path / "masks.safetensors")
+    found = read_masks(tmp_path / "masks.safetensors")
+    assert set(found) == {"layer.0", "layer.1"}
+    assert torch.equal(found["layer.0"], independent)
+    random, same = structure(found["layer.0"]), structure(found["layer.1"])
+    assert random["union_natural"] == 1.0
+    # 32 tiles tell 5 bits apart: a tile holds a pattern or two, which differ in one group.
+    assert 0.5 < random["union_sorted"] < 0.65
+    assert same["union_sorted"] == pytest.approx(0.5, abs=0.04)
+    assert random["entropy"] == pytest.approx(1, abs=0.01)
+    assert structure(torch.ones(200, 3, dtype=torch.bool))["constant"] == 1.0
+
+
+def test_a_file_that_holds_no_masks_is_refused(tmp_path: Path) -> None:
+    from wide_kernels.benchmarks.masks import read_masks
+
+    for content in (b"", b"not a file of tensors", (2).to_bytes(8, "little") + b"{}"):
+        (tmp_path / "m.safetensors").write_bytes(content)
+        with pytest.raises(UnsupportedError, match=r"m\.safetensors"):
+            read_masks(tmp_path / "m.safetensors")

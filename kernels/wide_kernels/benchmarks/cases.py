@@ -51,6 +51,8 @@ class Sizes:
     density: float
     dtype: torch.dtype
     device: str = "cuda"
+    recorded: Tensor | None = None  # decisions of a real model; random ones otherwise
+    masks: str = "random"
 
     @property
     def groups(self) -> int:
@@ -74,6 +76,8 @@ def ffn_cases(sizes: Sizes, ops: set[str], gather: bool) -> Iterator[TimedCase]:
     hidden, channels = model.hidden_size, model.intermediate_size
     torch.manual_seed(0)
     mask = torch.rand(rows, sizes.groups, device=sizes.device) < sizes.density
+    if sizes.recorded is not None:
+        mask = sizes.recorded.to(sizes.device)
     layout = wk.route_layout(mask)
     form: dict[str, Any] = {"mask": mask} if rows <= 64 else {"layout": layout}
     executed = float(mask.sum()) * sizes.group
@@ -128,7 +132,8 @@ def ffn_cases(sizes: Sizes, ops: set[str], gather: bool) -> Iterator[TimedCase]:
             slow_k: dict[str, Call] = {"gather-scatter": lambda: dense.gather_scatter_k(h, w_down, layout, counts)}
             yield TimedCase(
                 f"gemm_k{name}", *point, wk.explain("gemm_k", h, w_down, **options),
-                lambda options=options: wk.gemm_k(h, w_down, **options), {"linear": lambda: F.linear(h, w_down)},  # type: ignore[misc]
+                lambda options=options: wk.gemm_k(h, w_down, **options),  # type: ignore[misc]
+                {"linear": lambda: F.linear(h, w_down)},
                 lambda options=options: _error(  # type: ignore[misc]
                     wk.gemm_k(h, w_down, **options), picked, F.linear(h[picked].double() * wide_mask, w_down.double())
                 ),

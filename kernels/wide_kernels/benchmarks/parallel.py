@@ -79,19 +79,30 @@ def check_tasks(dtypes: Sequence[torch.dtype]) -> list[CheckTask]:
     return [CheckTask(i, dtype) for dtype in dtypes for i in reversed(range(len(SMALL) + len(LARGE)))]
 
 
-def run_all(tasks: Sequence[Callable[[], Outcome]]) -> Outcome:
-    """Run the tasks in worker processes and add up what they found."""
-    compared, wrong, notes = 0, [], []
-    workers = max(1, min(MAX_WORKERS, (os.cpu_count() or 2) - 2, len(tasks)))
+def usual_workers() -> int:
+    """Processes that compile at once: nearly one a core."""
+    return max(1, min(MAX_WORKERS, (os.cpu_count() or 2) - 2))
+
+
+def run_all(tasks: Sequence[Callable[[], Outcome]], workers: int) -> Outcome:
+    """Run the tasks in worker processes (0: in this one, for a GPU that takes one process) and add up what they found."""
+    if workers == 0:
+        return _sum([task() for task in tasks])
+    outcomes = []
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures: list[Future[Outcome]] = [pool.submit(task) for task in tasks]
         for future in as_completed(futures):
             try:
-                outcome = future.result()
+                outcomes.append(future.result())
             except Exception as failure:  # the worker died
-                wrong.append(f"a worker process ended: {type(failure).__name__}: {str(failure)[:300]}")
-                continue
-            compared += outcome.compared
-            wrong += outcome.wrong
-            notes += outcome.notes
-    return Outcome(compared, sorted(wrong), notes)
+                line = f"a worker process ended: {type(failure).__name__}: {str(failure)[:300]}"
+                outcomes.append(Outcome(wrong=[line]))
+    return _sum(outcomes)
+
+
+def _sum(outcomes: Sequence[Outcome]) -> Outcome:
+    return Outcome(
+        sum(outcome.compared for outcome in outcomes),
+        sorted({line for outcome in outcomes for line in outcome.wrong}),
+        [line for outcome in outcomes for line in outcome.notes],
+    )

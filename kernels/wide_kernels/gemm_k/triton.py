@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wide_kernels.dispatch import on_device_of
+from wide_kernels.errors import UnsupportedError
 from wide_kernels.gemm_k.configs import FEW_ROWS, few_rows_config, slab_columns, tile_config
 from wide_kernels.gemm_k.sorting import SortedPatterns, segment_length, sort_patterns
 from wide_kernels.tuning.table import forced
@@ -183,7 +184,9 @@ def project(
             return _few_rows(h, weight, mask, residual)
         length = forced("gemm_k_sort").get("S", segment_length(rows, mask.shape[1]))
         patterns = sort_patterns(mask, length)
-        if accumulate == "bf16" and not deterministic:
+        if accumulate == "bf16":
+            if h.is_cuda and torch.cuda.get_device_capability(h.device) < (9, 0):
+                raise UnsupportedError("gemm_k: accumulate='bf16' needs compute capability 9.0 or newer; use fp32")
             return _scatter_whole(h, weight, mask.shape[1], patterns, residual)
         return _scatter_slabs(h, weight, mask.shape[1], patterns, residual, deterministic)
 
