@@ -22,6 +22,7 @@ import torch
 
 from wide_kernels.benchmarks.shapes import MODELS, model_shape
 from wide_kernels.errors import UnsupportedError
+from wide_kernels.tuning.table import TUNED
 
 if TYPE_CHECKING:
     from wide_kernels.benchmarks.cases import Sizes
@@ -220,7 +221,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-check", dest="checked", action="store_const", const=[], help="skip the awkward cases")
     parser.add_argument("--check-only", action="store_true", help="time nothing")
     parser.add_argument("--no-gather", dest="gather", action="store_false", help="skip the gather-scatter form")
-    parser.add_argument("--tune", nargs="+", metavar="KERNEL", help="time candidate configurations instead")
+    parser.add_argument(
+        "--tune", nargs="+", choices=TUNED, metavar="KERNEL", help=f"try configurations: {', '.join(TUNED)}"
+    )
     parser.add_argument("--workers", type=int, help="processes that check and compile ahead; 0: none but this one")
     parser.add_argument("--out", type=Path, help="write the JSON record here instead of to stdout")
     return parser.parse_args()

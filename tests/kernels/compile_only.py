@@ -71,7 +71,7 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
         found[f"tile_k atomic={atomic} {out}"] = (
             k_kernels.tile_kernel,
             f"{p} {p} {out} *i32 *i32 i32 i32 i32 i32 i32",
-            k | {"S": sorting.segment_length(T, GROUPS), "ATOMIC": atomic, "SLAB": 4} | tile,
+            k | {"S": k_configs.sorted_groups(T, GROUPS), "ATOMIC": atomic, "SLAB": 4} | tile,
         )
     for rows in (1, 64):
         found[f"few_rows_k {rows}"] = (

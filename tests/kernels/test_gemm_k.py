@@ -61,7 +61,7 @@ def test_rows_of_a_segment_are_sorted_so_that_neighbours_differ_in_few_groups(
     ("rows", "groups", "length"), [(1, 1, 1), (300, 112, 1), (16384, 112, 7), (16384, 24, 6), (9**6, 40, 8)]
 )
 def test_a_segment_has_a_bit_for_each_doubling_of_the_tiles(rows: int, groups: int, length: int) -> None:
-    from wide_kernels.gemm_k.sorting import segment_length
+    from wide_kernels.gemm_k.segments import segment_length
 
     assert segment_length(rows, groups) == length
 
@@ -72,7 +72,7 @@ def test_segments_of_several_groups_sum_up(deterministic: bool) -> None:
     layout = wk.route_layout(mask)
     expected = wk.gemm_k(h, weight, layout, residual, backend="torch")
     h.view(140, 7, 16)[~mask] = float("nan")
-    with force("gemm_k_sort", {"S": 3}):
+    with force("gemm_k_order", {"S": 3}):
         y = wk.gemm_k(h, weight, layout, residual, deterministic=deterministic, backend="triton")
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 

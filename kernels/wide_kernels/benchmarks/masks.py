@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from wide_kernels.errors import UnsupportedError
-from wide_kernels.gemm_k.sorting import segment_length
+from wide_kernels.gemm_k.segments import segment_length
 
 HEADER_BYTES = 8  # of a safetensors file: the length of its JSON header, little-endian
 

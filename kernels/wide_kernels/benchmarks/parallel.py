@@ -85,7 +85,7 @@ def usual_workers() -> int:
 
 
 def run_all(tasks: Sequence[Callable[[], Outcome]], workers: int) -> Outcome:
-    """Run the tasks in worker processes (0: in this one, for a GPU that takes one process) and add up what they found."""
+    """Run the tasks in worker processes (0: in this one, for a GPU that takes one process); add up what they find."""
     if workers == 0:
         return _sum([task() for task in tasks])
     outcomes = []

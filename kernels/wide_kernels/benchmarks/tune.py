@@ -10,17 +10,7 @@ import torch
 from wide_kernels.benchmarks.cases import Sizes, ffn_cases
 from wide_kernels.benchmarks.parallel import WarmTask
 from wide_kernels.benchmarks.timing import captured, interleaved
-from wide_kernels.tuning.table import force
-
-# Kernel -> the operator that shows its speed.
-TUNED = {
-    "gemm_mn": "gemm_mn",
-    "gated_mlp_up": "gated_mlp_up",
-    "gemm_k": "gemm_k",
-    "few_rows_mn": "gemm_mn",
-    "few_rows_gated": "gated_mlp_up",
-    "few_rows_k": "gemm_k",
-}
+from wide_kernels.tuning.table import TUNED, force
 
 
 def candidates(kernel: str) -> Iterator[dict[str, int]]:
@@ -30,6 +20,9 @@ def candidates(kernel: str) -> Iterator[dict[str, int]]:
         tiles += [(128, 256, 8)] if kernel == "gemm_k" else [(64, 128, 4)]
         for (bm, bn, warps), stages in itertools.product(tiles, (3, 4)):
             yield {"BM": bm, "BN": bn, "BK": 64, "num_warps": warps, "num_stages": stages}
+    elif kernel == "gemm_k_order":
+        for segment, megabytes in itertools.product((4, 6, 7, 8), (16, 32, 64, 1024)):
+            yield {"S": segment, "SLAB_MB": megabytes}
     else:
         for bn, bk, stages in itertools.product((16, 32), (128, 256), (3, 5)):
             yield {"BN": bn, "BK": bk, "num_warps": 4, "num_stages": stages}

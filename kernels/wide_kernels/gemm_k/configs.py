@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from wide_kernels.gemm_k.segments import segment_length
 from wide_kernels.tuning.table import forced
 from wide_kernels.tuning.tiles import largest_power, padded_rows
 
@@ -23,9 +24,15 @@ def tile_config(rows: int, columns: int, width: int, dtype: torch.dtype) -> dict
     return config
 
 
+def sorted_groups(rows: int, groups: int) -> int:
+    """Groups in a segment, whose rows are sorted together and scattered once."""
+    return forced("gemm_k_order").get("S", segment_length(rows, groups))
+
+
 def slab_columns(rows: int, columns: int, item_bytes: int, column_tile: int) -> int:
     """Columns of the output that are finished before the next ones start, a multiple of the column tile."""
-    tiles = max(1, SLAB_BYTES // (rows * item_bytes * column_tile))
+    slab_bytes = forced("gemm_k_order").get("SLAB_MB", SLAB_BYTES >> 20) << 20
+    tiles = max(1, slab_bytes // (rows * item_bytes * column_tile))
     return min(tiles * column_tile, -(-columns // column_tile) * column_tile)
 
 

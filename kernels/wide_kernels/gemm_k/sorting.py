@@ -17,9 +17,7 @@ from torch import Tensor
 from wide_kernels.dispatch import on_device_of
 from wide_kernels.tuning.tiles import padded_rows
 
-MAX_SEGMENT = 8  # groups; the counting sort has 2^segment bins
 BLOCK_ROWS = 128
-TILE_ROWS = 128  # rows of a GEMM tile: a pattern needs about that many rows to fill one of its own
 SCAN = 4096
 
 
@@ -93,15 +91,8 @@ class SortedPatterns:
         return self.order.shape[0]
 
 
-def segment_length(rows: int, groups: int) -> int:
-    """Groups in a segment: as many bits as there are full tiles to tell apart, spread evenly over the segments."""
-    bits = max(1, min(MAX_SEGMENT, (max(rows // TILE_ROWS, 1)).bit_length() - 1))
-    segments = -(-groups // bits)
-    return -(-groups // segments)
-
-
 def sort_patterns(mask: Tensor, length: int) -> SortedPatterns:
-    """Sort the rows of a contiguous bool mask [T, N_G], T > 0, segment by segment; `length` is at most MAX_SEGMENT."""
+    """Sort the rows of a contiguous bool mask [T, N_G], T > 0, segment by segment; `length` is at most 8."""
     rows, groups = mask.shape
     segments = triton.cdiv(groups, length)
     block_rows = min(BLOCK_ROWS, padded_rows(rows))

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from wide_kernels.dispatch import on_device_of
 from wide_kernels.errors import UnsupportedError
-from wide_kernels.gemm_k.configs import FEW_ROWS, few_rows_config, slab_columns, tile_config
-from wide_kernels.gemm_k.sorting import SortedPatterns, segment_length, sort_patterns
-from wide_kernels.tuning.table import forced
+from wide_kernels.gemm_k.configs import FEW_ROWS, few_rows_config, slab_columns, sorted_groups, tile_config
+from wide_kernels.gemm_k.sorting import SortedPatterns, sort_patterns
 
 
 @triton.jit
@@ -182,8 +181,7 @@ def project(
     with on_device_of(h):
         if rows <= FEW_ROWS:
             return _few_rows(h, weight, mask, residual)
-        length = forced("gemm_k_sort").get("S", segment_length(rows, mask.shape[1]))
-        patterns = sort_patterns(mask, length)
+        patterns = sort_patterns(mask, sorted_groups(rows, mask.shape[1]))
         if accumulate == "bf16":
             if h.is_cuda and torch.cuda.get_device_capability(h.device) < (9, 0):
                 raise UnsupportedError("gemm_k: accumulate='bf16' needs compute capability 9.0 or newer; use fp32")

@@ -7,6 +7,17 @@ from contextlib import contextmanager
 
 from wide_kernels.tuning.tiles import largest_power
 
+# Kernel -> the operator that shows its speed.
+TUNED = {
+    "gemm_mn": "gemm_mn",
+    "gated_mlp_up": "gated_mlp_up",
+    "gemm_k": "gemm_k",
+    "gemm_k_order": "gemm_k",
+    "few_rows_mn": "gemm_mn",
+    "few_rows_gated": "gated_mlp_up",
+    "few_rows_k": "gemm_k",
+}
+
 _FORCED: dict[str, Mapping[str, int]] = {}
 
 
