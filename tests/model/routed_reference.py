@@ -42,9 +42,7 @@ def slow_forward(
         heads = _attention(config, w, base + "self_attn.", layer, normed, head_dim)
         wo = w[base + "self_attn.o_proj.weight"]
         width = heads_a_group * head_dim
-        x = [
-            v + _sum_of_groups(wo, torch.cat(heads[t]), gates[t], width) for t, v in enumerate(x)
-        ]
+        x = [v + _sum_of_groups(wo, torch.cat(heads[t]), gates[t], width) for t, v in enumerate(x)]
         gates = [_decide(r, f"{layer}.ffn.", v, found) for v in x]
         found.executed[layer, "ffn"] = gates
         for t, v in enumerate(x):
@@ -94,7 +92,9 @@ def _rotate(config: Any, v: Tensor, position: int) -> Tensor:
     return out
 
 
-def _attention(config: Any, w: Weights, base: str, layer: int, normed: list[Tensor], head_dim: int) -> list[list[Tensor]]:
+def _attention(
+    config: Any, w: Weights, base: str, layer: int, normed: list[Tensor], head_dim: int
+) -> list[list[Tensor]]:
     """Head outputs [T][H_q] before o_proj."""
     ratio = config.num_attention_heads // config.num_key_value_heads
     window = getattr(config, "sliding_window", None) if config.model_type == "mistral" else None

@@ -16,9 +16,7 @@ PLAN = RoutingPlan(2, 16, rank=2)
 
 def trace_of(attention: list[list[list[float]]], ffn: list[list[list[float]]]) -> RoutingTrace:
     """Masks by layer, token and group; an empty layer is not routed."""
-    layers = tuple(
-        LayerPlan(len(a[0]) if a else 0, len(f[0]) if f else 0) for a, f in zip(attention, ffn, strict=True)
-    )
+    layers = tuple(LayerPlan(len(a[0]) if a else 0, len(f[0]) if f else 0) for a, f in zip(attention, ffn, strict=True))
     trace = RoutingTrace(SHAPE, 2, layers)
     masks = {}
     for part, rows in (("attention", attention), ("ffn", ffn)):
@@ -107,10 +105,17 @@ def test_a_plan_that_routes_nothing_is_refused() -> None:
 
 
 def test_part_targets_in_layer_mode_are_refused() -> None:
-    with pytest.raises(UsageError, match="routing.mode=layer"):
+    with pytest.raises(UsageError, match=r"routing\.mode=layer"):
         Budget.from_section(BudgetSection(kind="parts", ffn=0.5), RoutingPlan(2, 16, mode="layer"), SHAPE, 32)
 
 
 def test_the_budget_takes_over_every_key_of_its_section() -> None:
     section = BudgetSection(kind="parts", attention=0.25, ffn=0.75, weight=3.0)
-    assert Budget.from_section(section, PLAN, SHAPE, 99) == Budget("parts", 0.5, 0.25, 0.75, 3.0, 99)
+    assert Budget.from_section(section, PLAN, SHAPE, 99) == Budget(
+        "parts", 0.5, 0.25, 0.75, 3.0, 99, section.start_share, section.ramp_ratio
+    )
+
+
+def test_scaling_multiplies_every_target_and_nothing_else() -> None:
+    whole = Budget("parts", 0.5, attention=0.4, ffn=None, weight=3.0, context_tokens=64)
+    assert whole.scaled(0.5) == Budget("parts", 0.25, attention=0.2, ffn=None, weight=3.0, context_tokens=64)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import random_ids, tiny_model, tiny_routed
 
+from tiny_models import random_ids, tiny_model, tiny_routed
 from widecli.model.cost import fixed_flops, flops_skipped, part_flops, part_parameters, router_flops
 from widecli.model.plan import LayerPlan, ModelShape
 
@@ -22,7 +22,7 @@ SHAPE = ModelShape(
 
 def test_parts_counted_by_hand() -> None:
     # Q: 8 x 16 multiply-adds, O the same = 256 multiply-adds = 512 FLOPs.
-    # 7 tokens: a query sees 1..7 keys, 4 on average; q.k and p.v are 16 multiply-adds a key each: 2 * 16 * 4 = 128 -> 256.
+    # 7 tokens: a query sees 1..7 keys, 4 on average; q.k and p.v: 16 multiply-adds a key each, 2 * 16 * 4 -> 256.
     assert part_flops(SHAPE, "attention", 7) == 512 + 256
     # gate, up and down: 3 * 8 * 32 multiply-adds = 768 -> 1536 FLOPs, whatever the context
     assert part_flops(SHAPE, "ffn", 7) == part_flops(SHAPE, "ffn", 4096) == 1536

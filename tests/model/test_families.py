@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import FAMILIES, tiny_model
 
+from tiny_models import FAMILIES, tiny_model
 from widecli.errors import UsageError
 from widecli.model.families import family_of
 

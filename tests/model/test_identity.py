@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import FAMILIES, tiny_config, tiny_model
 
+from tiny_models import FAMILIES, tiny_config, tiny_model
 from widecli.model.identity import BackboneIdentity, config_hash, weights_hash
 
 

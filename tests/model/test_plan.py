@@ -6,8 +6,8 @@ import math
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny_config
 
+from tiny_models import tiny_config
 from widecli.errors import UsageError
 from widecli.model.plan import LayerOverride, LayerPlan, ModelShape, RoutingPlan
 from widecli.recipe.schema import LayerSection, RoutingSection

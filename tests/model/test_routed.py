@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 from routed_reference import slow_forward
-from tiny_models import FAMILIES, random_ids, shake_routers, tiny_model, tiny_plan, tiny_routed
 from torch import Tensor
 
+from tiny_models import FAMILIES, random_ids, shake_routers, tiny_model, tiny_plan, tiny_routed
 from widecli.model.gate import Gumbel, logistic_noise
 from widecli.model.plan import LayerOverride
 from widecli.model.routed import RoutedModel, mask_groups

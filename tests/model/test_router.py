@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import random_ids, tiny_model, tiny_plan
 
+from tiny_models import random_ids, tiny_model, tiny_plan
 from widecli.model.routed import RoutedModel
 from widecli.model.router import Router
 

@@ -1,4 +1,4 @@
-"""Whole commands on a tiny random Llama in a folder, with a text file beside it: in this process or in one of its own."""
+"""Whole commands on a tiny random Llama in a folder, with a text file beside it: in this process or in another."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import save_model_folder
 from typer.testing import CliRunner
+
+from tiny_models import save_model_folder
 
 SENTENCES = [
     f"Line {i}: the {a} {b} sees {i * 37 % 101} {c} near the {a} river.\n"
@@ -33,6 +34,7 @@ class Outcome:
     code: int
     out: str
     err: str
+    folder: Path | None = None
 
     @property
     def document(self) -> dict[str, Any]:
@@ -89,15 +91,16 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def wide(workplace: Path) -> Wide:
     """Runs `wide ARGUMENTS...` in this process."""
+    return invoke
+
+
+def invoke(*arguments: object) -> Outcome:
     from widecli.__main__ import app
 
-    def run(*arguments: object) -> Outcome:
-        result = CliRunner().invoke(app, [str(a) for a in arguments])
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return Outcome(result.exit_code, result.stdout, result.stderr)
-
-    return run
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Outcome(result.exit_code, result.stdout, result.stderr)
 
 
 @pytest.fixture
@@ -120,7 +123,10 @@ def start_wide(workplace: Path) -> Callable[..., subprocess.Popen[str]]:
 @pytest.fixture
 def tiny_recipe(workplace: Path, model_folder: Path, text_file: Path, held_out: Path) -> Path:
     """Eight steps of 2 x 32 tokens, a checkpoint every second one."""
-    path = workplace / "tiny.yaml"
+    return write_recipe(workplace / "tiny.yaml", model_folder, text_file, held_out)
+
+
+def write_recipe(path: Path, model_folder: Path, text_file: Path, held_out: Path) -> Path:
     path.write_text(
         f"""
 model: {{name: {model_folder}}}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from conftest import Wide  # type: ignore[attr-defined]
 
 
@@ -150,7 +151,6 @@ def test_no_space_left_is_one_sentence_with_exit_code_1(
     def full(path: Path, step: int) -> None:
         if step >= 4:
             raise OSError(errno.ENOSPC, "No space left on device")
-        state.STATE  # noqa: B018
         path.write_text(json.dumps({"schema": state.SCHEMA, "step": step}))
 
     monkeypatch.setattr(state, "write_step", full)
@@ -163,9 +163,7 @@ def test_no_space_left_is_one_sentence_with_exit_code_1(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_a_run_directory_that_cannot_be_written_is_one_sentence(
-    wide: Wide, tiny_recipe: Path, workplace: Path
-) -> None:
+def test_a_run_directory_that_cannot_be_written_is_one_sentence(wide: Wide, tiny_recipe: Path, workplace: Path) -> None:
     (workplace / "locked").mkdir(mode=0o500)
     wide("calibrate", tiny_recipe, "--run-dir", "locked/r").refused_with("locked/r", code=1)
 

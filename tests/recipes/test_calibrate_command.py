@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import Wide  # type: ignore[attr-defined]
 from safetensors.torch import load_file
-from tiny_models import save_model_folder
 
+from conftest import Wide  # type: ignore[attr-defined]
+from tiny_models import save_model_folder
 from widecli.model import checkpoint
 
 KEYS = {
@@ -68,9 +68,7 @@ def test_a_run_leaves_everything_it_depends_on(wide: Wide, tiny_recipe: Path, wo
         "checkpoints",
     }
     assert yaml.safe_load((run / "recipe.yaml").read_text())["train"]["steps"] == 8
-    assert [p.name for p in sorted((run / "checkpoints").iterdir())] == [
-        f"step-{step:06d}" for step in (0, 2, 4, 6, 8)
-    ]
+    assert [p.name for p in sorted((run / "checkpoints").iterdir())] == [f"step-{step:06d}" for step in (0, 2, 4, 6, 8)]
     steps = [entry["step"] for entry in lines(run) if "lm_loss" in entry]
     assert steps == list(range(1, 9))
     config = checkpoint.read_config(run / "checkpoints" / "step-000008")

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Wide  # type: ignore[attr-defined]
 
+from conftest import Wide  # type: ignore[attr-defined]
 from widecli.recipe.files import shipped_recipes
 
 CALIBRATE = [name for name in shipped_recipes() if name.startswith("calibrate/") or name == "demo"]
@@ -52,7 +52,6 @@ def test_every_shipped_recipe_can_be_dry_run_offline_and_touches_nothing(wide: W
 
 def test_the_dry_run_counts_router_parameters_as_they_are(wide: Wide, tiny_recipe: Path, workplace: Path) -> None:
     from tiny_models import tiny_model
-
     from widecli.model.plan import RoutingPlan
     from widecli.model.routed import RoutedModel
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import Outcome, Wide  # type: ignore[attr-defined]
+
+from conftest import Outcome, Wide, invoke, write_recipe  # type: ignore[attr-defined]
 
 KEYS = {
     "schema",
@@ -29,12 +31,27 @@ KEYS = {
 }
 
 
-@pytest.fixture
-def run(wide: Wide, tiny_recipe: Path) -> Outcome:
-    """A finished calibration in `calibrated/`."""
-    done = wide("calibrate", tiny_recipe, "--run-dir", "calibrated", "--json")
+@pytest.fixture(scope="module")
+def calibration(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, text_file: Path, held_out: Path
+) -> Outcome:
+    """One calibration for all tests here, in `calibrated/` below `folder`."""
+    folder = tmp_path_factory.mktemp("calibration")
+    write_recipe(folder / "tiny.yaml", model_folder, text_file, held_out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        done = invoke("calibrate", "tiny.yaml", "--run-dir", "calibrated", "--json")
     assert done.code == 0, done.err
-    return done
+    return replace(done, folder=folder)
+
+
+@pytest.fixture
+def run(calibration: Outcome, workplace: Path) -> Outcome:
+    """A finished calibration in `calibrated/`, to do with as one likes."""
+    assert calibration.folder is not None
+    shutil.copytree(calibration.folder / "calibrated", workplace / "calibrated")
+    return calibration
 
 
 @pytest.fixture
@@ -42,7 +59,23 @@ def questions(workplace: Path) -> Path:
     """A data root with `allenai/openbookqa`, a few rows."""
     folder = workplace / "data" / "allenai" / "openbookqa"
     (folder / "main").mkdir(parents=True)
-    words = "the cold green fox sees seven stones near the old river and a wide train".split()
+    words = [
+        "the",
+        "cold",
+        "green",
+        "fox",
+        "sees",
+        "seven",
+        "stones",
+        "near",
+        "the",
+        "old",
+        "river",
+        "and",
+        "a",
+        "wide",
+        "train",
+    ]
     rows = [
         {
             "id": str(i),
@@ -83,10 +116,13 @@ def test_it_finds_what_the_calibration_found(wide: Wide, run: Outcome) -> None:
 
 
 def test_the_skip_rates_are_those_of_the_evaluated_text_whatever_the_batch(wide: Wide, run: Outcome) -> None:
-    found = [wide("eval", "calibrated", f"eval.batch_size={n}", "--run-dir", f"e{n}", "--json").document for n in (1, 3)]
+    found = [
+        wide("eval", "calibrated", f"eval.batch_size={n}", "--run-dir", f"e{n}", "--json").document for n in (1, 3)
+    ]
     assert found[0]["skip_rate"] == pytest.approx(found[1]["skip_rate"], abs=1e-9)
     assert found[0]["perplexity"] == pytest.approx(found[1]["perplexity"], rel=1e-5)
-    assert found[0]["skip_by_text"].keys() == {k for k in found[0]["skip_by_text"]}
+    (by_text,) = found[0]["skip_by_text"].values()  # one text: its rates are the rates
+    assert by_text["skip_rate"] == pytest.approx(found[0]["skip_rate"])
 
 
 def test_tasks_run_offline_from_a_data_root(wide: Wide, run: Outcome, questions: Path) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Wide  # type: ignore[attr-defined]
 
+from conftest import Wide  # type: ignore[attr-defined]
 from widecli.model import checkpoint
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -56,8 +56,10 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signal
     monkeypatch.setattr(Run, "log", log)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("extra", [(), ("data.packing=sample", "train.micro_batch_size=1")])
+@pytest.mark.parametrize(
+    ("number", "extra"),
+    [(signal.SIGTERM, ()), (signal.SIGUSR1, ("data.packing=sample", "train.micro_batch_size=1"))],
+)
 def test_n_steps_then_n_more_equal_2n_steps_bit_for_bit(
     wide: Wide, tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, extra: tuple[str, ...]
 ) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import VOCABULARY, random_ids, tiny_model, tiny_plan
 from torch import Tensor
 
+from tiny_models import VOCABULARY, random_ids, tiny_model, tiny_plan
 from widecli.errors import WideError
 from widecli.model.budget import Budget
 from widecli.model.routed import RoutedModel
@@ -30,7 +30,9 @@ def plain_fetch(step: int, rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
     return torch.stack([random_ids(1, 10, seed=100 * step + row)[0] for row in rows]), None
 
 
-def trainer(fetch: Any = plain_fetch, budget: Budget = BUDGET, model: Any = None, plan: Any = None, **train: Any) -> Trainer:
+def trainer(
+    fetch: Any = plain_fetch, budget: Budget = BUDGET, model: Any = None, plan: Any = None, **train: Any
+) -> Trainer:
     routed = RoutedModel.attach(model or tiny_model(), plan or tiny_plan(), seed=0)
     settings = TrainSection(**{"steps": 6, "batch_size": 4, "compile": False, "learning_rate": 1e-2, **train})
     return Trainer(routed, budget, settings, fetch, 10)
@@ -188,15 +190,23 @@ def test_a_broken_graph_is_noticed_in_the_first_step() -> None:
         next(iter(made.run(0, 1)))
 
 
-def test_closing_puts_the_backbone_back_to_argmax_and_evaluation() -> None:
+def test_afterwards_the_backbone_evaluates_and_decides_by_argmax() -> None:
     made = trainer(activation_checkpointing=True)
     backbone: Any = made.routed.backbone
     list(made.run(0, 1))
-    made.close()
-    assert not backbone.training and not backbone.is_gradient_checkpointing
+    assert not backbone.training
     ids = random_ids(3, 7)  # another shape than the noise of training had
     with torch.no_grad():
         assert torch.equal(backbone(input_ids=ids).logits, backbone(input_ids=ids).logits)
+
+
+def test_the_target_rises_with_the_ramp() -> None:
+    made = trainer(budget=Budget("rate", 0.9, start_share=0.5, ramp_ratio=0.5), steps=4)
+    targets = [made._budget_at(step).sparsity for step in range(4)]
+    assert targets == pytest.approx([0.45, 0.675, 0.9, 0.9])
+    record = next(iter(made.run(0, 1)))
+    rate = (record.skip_attention + record.skip_ffn) / 2
+    assert record.budget_distance == pytest.approx(abs(0.45 - rate), abs=1e-6)
 
 
 def test_running_out_of_memory_halves_the_micro_batch_and_changes_nothing_else() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from widecli.train.schedules import learning_rate, temperature
+from widecli.train.schedules import budget_share, learning_rate, temperature
 
 
 def test_the_learning_rate_warms_up_linearly_then_falls_as_a_cosine() -> None:
@@ -36,3 +36,11 @@ def test_the_temperature_is_linear_from_the_first_step_to_the_last() -> None:
 
 def test_a_single_step_has_the_first_temperature() -> None:
     assert temperature(0, 1, 5.0, 0.5) == 5.0
+
+
+def test_the_budget_rises_linearly_and_stays_at_one() -> None:
+    assert [budget_share(s, 10, 0.5, 0.4) for s in range(6)] == pytest.approx([0.5, 0.625, 0.75, 0.875, 1.0, 1.0])
+
+
+def test_without_a_ramp_the_whole_budget_counts_from_the_first_step() -> None:
+    assert budget_share(0, 10, 0.5, 0.0) == 1.0

@@ -59,7 +59,8 @@ def family_of(model: nn.Module) -> Family:
         paths = (family.attention_norm, family.ffn_norm, family.attention_output, family.ffn_output)
         missing = [p for p in paths if find(layer, p) is None]
     if missing:
-        raise UsageError(f"this {cast(Any, model).config.model_type} model lacks the modules that routing needs: {', '.join(missing)}")
+        kind = cast(Any, model).config.model_type
+        raise UsageError(f"this {kind} model lacks the modules that routing needs: {', '.join(missing)}")
     return family
 
 

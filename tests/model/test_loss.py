@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from widecli.train import loss as loss_module
-from widecli.train.loss import next_token_loss
+from widecli.model import loss as loss_module
+from widecli.model.loss import next_token_loss
 
 
 def torch_loss(hidden: Tensor, weight: Tensor, ids: Tensor, valid: Tensor | None) -> Tensor:
