@@ -77,3 +77,29 @@ def test_the_normalised_tap_does_not_see_the_scale_of_the_residual() -> None:
     x = torch.randn(4, 8)
     torch.testing.assert_close(made("normalised")(x), made("normalised")(x * 50), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(made("residual")(x), made("residual")(x * 50))
+
+
+def test_rescaling_changes_the_weights_and_not_the_function() -> None:
+    router = made()
+    x = torch.randn(5, 8) * torch.logspace(-2, 2, 8)
+    before, weight = router(x), router.down.weight.detach().clone()
+    router.rescale(x.square().mean(0).sqrt())
+    assert not torch.equal(router.down.weight, weight)
+    torch.testing.assert_close(router(x), before, rtol=1e-6, atol=1e-6)
+    assert torch.equal(router.plain_down_weight(), weight), "powers of two: exact"
+    router.rescale(torch.full((8,), 3.0))
+    router.rescale(None)
+    assert torch.equal(router.down.weight, weight)
+    assert torch.equal(router(x), before)
+
+
+def test_a_checkpoint_holds_plain_weights_while_features_are_scaled() -> None:
+    from widecli.model.router import plain_state
+
+    routers = torch.nn.ModuleDict({"0": torch.nn.ModuleDict({"ffn": made()})})
+    plain = {name: value.clone() for name, value in routers.state_dict().items()}
+    for router in (m for m in routers.modules() if isinstance(m, Router)):
+        router.rescale(torch.logspace(-2, 2, 8))
+    stored = plain_state(routers)
+    assert stored.keys() == plain.keys()
+    assert all(torch.equal(stored[name], value) for name, value in plain.items())

@@ -210,7 +210,7 @@ def test_the_target_rises_with_the_ramp() -> None:
 
 
 def test_running_out_of_memory_halves_the_micro_batch_and_changes_nothing_else() -> None:
-    calm, hungry = trainer(micro_batch_size=4), trainer(micro_batch_size=4)
+    calm, hungry = (trainer(micro_batch_size=4, scale_features=False) for _ in range(2))
 
     def refuse(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if kwargs["input_ids"].shape[0] > 1:
@@ -223,7 +223,7 @@ def test_running_out_of_memory_halves_the_micro_batch_and_changes_nothing_else()
 
 
 def test_one_sequence_that_does_not_fit_ends_in_a_sentence() -> None:
-    made = trainer()
+    made = trainer(scale_features=False)
 
     def refuse(module: Any, args: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")
@@ -235,3 +235,21 @@ def test_one_sequence_that_does_not_fit_ends_in_a_sentence() -> None:
 
 def test_ids_of_the_tests_fit_the_vocabulary() -> None:
     assert int(random_ids(4, 100).max()) < VOCABULARY
+
+
+def test_scaled_features_are_undone_afterwards() -> None:
+    """Training on scaled features must leave routers that act on bare ones, step by step and at the end."""
+    from widecli.model.router import plain_state
+
+    made = trainer(steps=3)
+    ids = random_ids(2, 8)
+    for _ in made.run(0, 3):
+        stored = plain_state(made.routed.routers)
+    assert all(torch.equal(stored[name], value) for name, value in made.routed.routers.state_dict().items())
+    with torch.no_grad(), made.routed.tracing() as trace:
+        made.routed.decoder(input_ids=ids)
+    fresh = RoutedModel.attach(tiny_model(), tiny_plan())
+    fresh.routers.load_state_dict(stored)
+    with torch.no_grad(), fresh.tracing() as again:
+        fresh.decoder(input_ids=ids)
+    assert again.group_rates("ffn") == trace.group_rates("ffn")
