@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from conftest import Wide  # type: ignore[attr-defined]
+from whole_commands import Wide
 
 
 def no_run(workplace: Path) -> bool:

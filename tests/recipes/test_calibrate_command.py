@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from whole_commands import Wide
 
-from conftest import Wide  # type: ignore[attr-defined]
 from tiny_models import save_model_folder
 from widecli.model import checkpoint
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from whole_commands import Wide
 
-from conftest import Wide  # type: ignore[attr-defined]
 from widecli.recipe.files import shipped_recipes
 
 CALIBRATE = [name for name in shipped_recipes() if name.startswith("calibrate/") or name == "demo"]

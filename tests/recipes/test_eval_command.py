@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from conftest import Outcome, Wide, invoke, write_recipe  # type: ignore[attr-defined]
+from whole_commands import Outcome, Wide, invoke, write_recipe
 
 KEYS = {
     "schema",

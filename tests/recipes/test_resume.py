@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from whole_commands import Wide
 
-from conftest import Wide  # type: ignore[attr-defined]
 from widecli.model import checkpoint
 
 Start = Callable[..., "subprocess.Popen[str]"]
