@@ -77,11 +77,6 @@ def run_calibration(
     from widecli.track.run import Run, run_name
 
     expected = dry_run_document(resolved)  # refuses what cannot work before anything is created or loaded
-    finished = Run.find_finished("calibrate", run_name(resolved), resolved.recipe.track.run_dir)
-    if finished is not None and resume and (summary := finished.summary()):
-        note(f"{finished.path} is finished already")
-        print_calibration(summary)
-        return summary
     run = Run.create(
         "calibrate",
         run_name(resolved),
@@ -90,6 +85,10 @@ def run_calibration(
         overwrite=overwrite,
         resume=resume,
     )
+    if resume and (summary := run.summary()):
+        note(f"{run.path} is finished already")
+        print_calibration(summary)
+        return summary
     print_expected_time(resolved, expected)
     summary = _tracked(resolved, run, offline)
     print_calibration(summary)

@@ -65,11 +65,16 @@ def prepare(
 
     target, rest = _take_checkpoint(list(arguments or []), newest=flags.get("model") is None)
     recipe, _ = options.split_arguments(rest)
-    base = str(target / "recipe.yaml") if target and recipe is None else None
+    stored = target / "recipe.yaml" if target else None
+    if stored is not None and not stored.is_file():
+        raise UsageError(f"{target} lacks its recipe.yaml; take another checkpoint of the run")
+    base = str(stored) if stored and recipe is None else None
+    if base is not None:
+        rest = ["~track.run_dir", *rest]  # that is where the calibration lies
     resolved = options.recipe_from(rest, base=base, **flags)
     model = resolved.recipe.model
-    if target and flags.get("model") is None:
-        model = load_text((target / "recipe.yaml").read_text(), str(target / "recipe.yaml")).model
+    if stored and flags.get("model") is None:
+        model = load_text(stored.read_text(), str(stored)).model
     section = resolved.recipe.eval
     check_tasks(section.tasks, data_root=section.data_root, offline=offline)
     return Evaluation(model, section, target, with_dense, offline), resolved
@@ -142,6 +147,10 @@ def run_evaluation(job: Evaluation, resolved: ResolvedRecipe, *, overwrite: bool
     from widecli.track.run import Run
 
     recipe = resolved.recipe.model_copy(update={"model": job.model})
+    if job.checkpoint and recipe.track.run_dir:
+        target = Path(recipe.track.run_dir).expanduser().resolve()
+        if target in (job.checkpoint.resolve(), *job.checkpoint.resolve().parents):
+            raise UsageError(f"{recipe.track.run_dir} holds the checkpoint to evaluate; name another --run-dir")
     run = Run.create(
         "eval",
         evaluation_name(job, resolved),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from widecli.errors import UsageError, WideError
-from widecli.model.families import family_of
+from widecli.model.families import family_of, family_of_config
 from widecli.model.gguf import converted
 from widecli.model.identity import BackboneIdentity, config_hash, weights_hash
 from widecli.model.plan import ModelShape
@@ -108,9 +108,11 @@ def load_shape(section: ModelSection) -> ModelShape:
     source = _locate(section.name)
     options: dict[str, Any] = {"revision": section.revision} if section.revision else {}
     try:
-        return ModelShape.from_config(AutoConfig.from_pretrained(source, **options))
+        config = AutoConfig.from_pretrained(source, **options)
     except Exception as error:
         raise _explain(section.name, error, local=local) from error
+    family_of_config(config)  # other architectures lack some of the sizes
+    return ModelShape.from_config(config)
 
 
 def _locate(name: str) -> str:

@@ -56,9 +56,12 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 
     A process killed inside the block leaves `target` as it was; the scratch directory's name starts with a dot.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    from safetensors import SafetensorError
+
+    scratch: Path | None = None
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         yield scratch
         for path in scratch.rglob("*"):
             if path.is_file():
@@ -72,12 +75,12 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         else:
             scratch.replace(target)
         target.chmod(0o755)  # mkdtemp and safetensors make private files; these are for sharing
-    except OSError as error:
-        raise WideError(
-            f"cannot write {target}: {error.strerror or error}; free some space or name another folder"
-        ) from error
+    except (OSError, SafetensorError) as error:  # safetensors wraps the errors of its own writes, a full disk too
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise WideError(f"cannot write {target}: {reason}; free some space or name another folder") from error
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
@@ -122,8 +125,8 @@ def steps(directory: Path) -> list[tuple[int, Path]]:
     """The complete checkpoints of a run, as (step, directory)."""
     if not directory.is_dir():
         return []
-    names = [p for p in directory.iterdir() if p.name.startswith("step-") and (p / CONFIG).is_file()]
-    return sorted((int(p.name.removeprefix("step-")), p) for p in names)
+    names = [(p.name.removeprefix("step-"), p) for p in directory.glob("step-*") if (p / CONFIG).is_file()]
+    return sorted((int(number), path) for number, path in names if number.isdecimal())  # not somebody's copy
 
 
 def read_config(directory: Path) -> CheckpointConfig:
@@ -135,15 +138,19 @@ def read_config(directory: Path) -> CheckpointConfig:
         raise UsageError(f"{directory} is not a checkpoint: it has no {CONFIG}") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read ({error}); take another checkpoint of the run") from error
-    if data.get("schema") != SCHEMA:
-        raise UsageError(f"{path} has schema {data.get('schema')!r}; this version reads {SCHEMA!r}")
-    return CheckpointConfig(
-        backbone=BackboneIdentity(**data["backbone"]),
-        plan=RoutingPlan.from_json(data["plan"]),
-        step=data["step"],
-        recipe_hash=data["recipe_hash"],
-        achieved=data["achieved"],
-    )
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        found = data.get("schema") if isinstance(data, dict) else None
+        raise UsageError(f"{path} has schema {found!r}; this version reads {SCHEMA!r}")
+    try:
+        return CheckpointConfig(
+            backbone=BackboneIdentity(**data["backbone"]),
+            plan=RoutingPlan.from_json(data["plan"]),
+            step=int(data["step"]),
+            recipe_hash=data["recipe_hash"],
+            achieved=data["achieved"],
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"{path} is damaged or from another version ({error}); take another checkpoint") from error
 
 
 def load_routers(directory: Path, routers: nn.ModuleDict) -> None:

@@ -38,22 +38,29 @@ FAMILIES: dict[str, Family] = {  # keyed by the config's `model_type`; SmolLM an
 }
 
 
-def family_of(model: nn.Module) -> Family:
-    """The row for a Hugging Face causal LM. Raises UsageError naming what is missing when there is none."""
-    model_type = str(getattr(cast(Any, model).config, "model_type", "unknown"))
+def family_of_config(config: Any) -> Family:
+    """The row for a Hugging Face config, by its model type. Raises UsageError when there is none."""
+    model_type = str(getattr(config, "model_type", "unknown"))
     family = FAMILIES.get(model_type)
     if family is None:
         raise UsageError(
             f"model type {model_type!r} is not supported yet (supported: {', '.join(FAMILIES)}); "
             f"missing: its row in widecli/model/families.py"
         )
+    return family
+
+
+def family_of(model: nn.Module) -> Family:
+    """The row for a Hugging Face causal LM. Raises UsageError naming what is missing when there is none."""
+    family = family_of_config(cast(Any, model).config)
     missing = [p for p in (family.decoder, family.layers, family.lm_head) if find(model, p) is None]
     if not missing:
         layer = cast(nn.ModuleList, find(model, family.layers))[0]
         paths = (family.attention_norm, family.ffn_norm, family.attention_output, family.ffn_output)
         missing = [p for p in paths if find(layer, p) is None]
     if missing:
-        raise UsageError(f"this {model_type} model lacks the modules that routing needs: {', '.join(missing)}")
+        kind = cast(Any, model).config.model_type
+        raise UsageError(f"this {kind} model lacks the modules that routing needs: {', '.join(missing)}")
     return family
 
 

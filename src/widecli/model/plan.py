@@ -126,14 +126,14 @@ class RoutingPlan:
             self._validate_sizes(shape, index)
 
     def _validate_sizes(self, shape: ModelShape, index: int) -> None:
-        attention, ffn, _ = self._layer_choices(index)
-        if attention not in shape.valid_attention_group_sizes():
+        attention, ffn, parts = self._layer_choices(index)
+        if parts in ("all", "attention") and attention not in shape.valid_attention_group_sizes():
             raise UsageError(
                 f"attention group size {attention} does not fit {shape.num_attention_heads} query heads with "
                 f"{shape.num_key_value_heads} KV heads; valid sizes: "
                 + ", ".join(map(str, shape.valid_attention_group_sizes()))
             )
-        if self.mode == "wide" and ffn not in shape.valid_ffn_group_sizes():
+        if self.mode == "wide" and parts in ("all", "ffn") and ffn not in shape.valid_ffn_group_sizes():
             raise UsageError(
                 f"FFN group size {ffn} must be a multiple of {GROUP_MULTIPLE} that divides the intermediate size "
                 f"{shape.intermediate_size}; valid sizes: " + ", ".join(map(str, shape.valid_ffn_group_sizes()))

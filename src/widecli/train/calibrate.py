@@ -18,7 +18,7 @@ from torch import Tensor
 from widecli.data.sources import SamplingModel, open_source
 from widecli.data.stream import SequenceStream, collate
 from widecli.data.tokens import TokenSet, prepare_tokens
-from widecli.errors import Preempted
+from widecli.errors import Preempted, UsageError
 from widecli.evaluate.perplexity import measure_perplexity
 from widecli.model import checkpoint
 from widecli.model.backbone import Backbone, load_backbone
@@ -92,6 +92,7 @@ def calibrate(resolved: ResolvedRecipe, run: Run, reporter: Reporter, *, offline
         validation.measure_start(reporter)
     trainer = Trainer(job.routed, job.budget, recipe.train, _fetcher(job), recipe.data.sequence_length)
     if done:
+        _refuse_other_model(done[-1][1], job.backbone)
         first = state.load_optimizer(done[-1][1], trainer.optimizer, trainer.parameters)
         checkpoint.load_routers(done[-1][1], job.routed.routers)
         reporter.note(f"resuming after step {first}")
@@ -147,6 +148,15 @@ def prepare(recipe: Recipe, recipe_hash: str, run: Run, note: Callable[[str], No
         )
     routed = RoutedModel.attach(backbone.model, plan, seed=recipe.train.seed)
     return Job(recipe, recipe_hash, run, backbone, tokens, routed, budget)
+
+
+def _refuse_other_model(path: Path, backbone: Backbone) -> None:
+    """A folder or a branch of the Hub can hold other weights than when the run began."""
+    if difference := checkpoint.read_config(path).backbone.mismatch(backbone.identity):
+        raise UsageError(
+            f"{path} was trained on another model than {backbone.identity.id} is now: {difference}; bring the old one "
+            f"back or start anew with --overwrite"
+        )
 
 
 def _batch(tokens: TokenSet, indices: Any) -> tuple[Tensor, Tensor | None]:

@@ -45,15 +45,25 @@ def load_optimizer(directory: Path, optimizer: torch.optim.Optimizer, parameters
         tensors = load_file(directory / TENSORS)
     except (OSError, ValueError, SafetensorError) as error:
         raise UsageError(f"{directory} cannot be resumed from ({error}); start anew with --overwrite") from error
-    if state.get("schema") != SCHEMA:
-        raise UsageError(f"{directory / STATE} has schema {state.get('schema')!r}; this version reads {SCHEMA!r}")
-    step = int(state["step"])
+    found = state.get("schema") if isinstance(state, dict) else None
+    if found != SCHEMA:
+        raise UsageError(f"{directory / STATE} has schema {found!r}; this version reads {SCHEMA!r}")
+    step = state.get("step")
+    if not isinstance(step, int):
+        raise UsageError(f"{directory / STATE} is damaged (step {step!r}); start anew with --overwrite")
     if step == 0:  # AdamW makes its state at the first step
         return 0
     expected = {f"{name}.{moment}" for name in parameters for moment in (*_MOMENTS, "step")}
     if expected != tensors.keys():
         odd = ", ".join(sorted(expected ^ tensors.keys())[:6])
         raise UsageError(f"{directory / TENSORS} does not fit these routers (differs in {odd})")
+    for name, parameter in parameters.items():
+        for moment in _MOMENTS:
+            if (shape := tensors[f"{name}.{moment}"].shape) != parameter.shape:
+                raise UsageError(
+                    f"{directory / TENSORS} does not fit these routers ({name}.{moment} has shape {tuple(shape)} "
+                    f"instead of {tuple(parameter.shape)})"
+                )
     for name, parameter in parameters.items():
         optimizer.state[parameter] = {
             moment: tensors[f"{name}.{moment}"].to(parameter.device) for moment in _MOMENTS

@@ -1,0 +1,107 @@
+"""`--dry-run` of every shipped calibrate recipe: offline, nothing loaded, nothing written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from whole_commands import Wide
+
+from widecli.recipe.files import shipped_recipes
+
+CALIBRATE = [name for name in shipped_recipes() if name.startswith("calibrate/") or name == "demo"]
+
+
+@pytest.fixture
+def sealed(monkeypatch: pytest.MonkeyPatch, workplace: Path) -> Path:
+    """No network, no model, no cache to write to: everything would lie below this folder."""
+    import socket
+
+    import transformers
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a dry run must not load, connect or convert anything")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", refuse)
+    for name in ("XDG_CACHE_HOME", "HF_HOME", "HOME"):
+        monkeypatch.setenv(name, str(workplace / "home"))
+    return workplace
+
+
+@pytest.mark.parametrize("name", CALIBRATE)
+def test_every_shipped_recipe_can_be_dry_run_offline_and_touches_nothing(wide: Wide, sealed: Path, name: str) -> None:
+    done = wide("calibrate", name, "--dry-run", "--offline", "--json")
+    assert done.code == 0, done.err
+    document = done.document
+    assert document["schema"] == "wide.dry_run/1" and document["command"] == "calibrate"
+    estimate, shape = document["estimate"], document["shape"]
+    assert estimate["tokens"] == (
+        document["recipe"]["train"]["steps"]
+        * document["recipe"]["train"]["batch_size"]
+        * document["recipe"]["data"]["sequence_length"]
+    )
+    assert estimate["memory_bytes"] > estimate["weights_bytes"] > 0
+    assert shape["intermediate_size"] % document["plan"]["ffn_group_size"] == 0
+    assert list(sealed.iterdir()) == []
+
+
+def test_the_dry_run_counts_router_parameters_as_they_are(wide: Wide, tiny_recipe: Path, workplace: Path) -> None:
+    from tiny_models import tiny_model
+    from widecli.model.plan import RoutingPlan
+    from widecli.model.routed import RoutedModel
+
+    estimate = wide("calibrate", tiny_recipe, "--dry-run", "--json").document["estimate"]
+    routed = RoutedModel.attach(tiny_model(), RoutingPlan(2, 16, rank=4))
+    assert estimate["router_parameters"] == sum(p.numel() for p in routed.parameters())
+    assert estimate["groups_per_token"] == routed.total_groups
+    assert not (workplace / "runs").exists()
+
+
+def test_the_backbone_of_the_estimate_is_the_real_one(wide: Wide) -> None:
+    document = wide("calibrate", "smollm2_s50_g64", "--dry-run", "--json").document
+    assert document["estimate"]["backbone_parameters"] == pytest.approx(134.5e6, rel=0.01)
+    document = wide("calibrate", "llama-3.1-8b_s50_g64", "--dry-run", "--json").document
+    assert document["estimate"]["backbone_parameters"] == pytest.approx(8.03e9, rel=0.01)
+
+
+def test_without_json_people_get_a_table_on_stderr(wide: Wide) -> None:
+    done = wide("calibrate", "smollm2_s50_g64", "--dry-run")
+    assert done.code == 0 and done.out == ""
+    assert "nothing was loaded or written" in done.err and "30 layers, D 576" in done.err
+
+
+def test_a_dry_run_refuses_what_the_run_would(wide: Wide, workplace: Path) -> None:
+    wide("calibrate", "smollm2_s50_g64", "--dry-run", "--G", 100).refused_with("FFN group size 100", "valid sizes")
+    wide("calibrate", "--dry-run", "budget.kind=parts").refused_with("budget.attention")
+    assert not (workplace / "runs").exists()
+
+
+def test_the_short_form_of_the_readme_dry_runs_on_any_machine(wide: Wide) -> None:
+    document = wide("calibrate", "--sparsity", 0.5, "--dry-run", "--json").document
+    assert document["recipe"]["budget"]["sparsity"] == 0.5
+    assert document["recipe"]["model"]["name"] == "smollm2-135m"
+
+
+@pytest.mark.slow
+def test_a_real_process_prints_one_document_and_nothing_else_on_stdout(workplace: Path) -> None:
+    import json
+
+    done = subprocess.run(
+        [sys.executable, "-m", "widecli", "calibrate", "llama-3.1-8b_s25_g32", "--dry-run", "--json"],
+        capture_output=True,
+        text=True,
+        cwd=workplace,
+        env={
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p),
+        },
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["recipe"]["train"]["steps"] == 10_000
