@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint check clean
+.PHONY: help setup demo test lint check bench clean
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -31,6 +31,9 @@ lint: $(READY) ## Lint, format check, types
 	$(BIN)/mypy
 
 check: lint test ## Everything that CI runs
+
+bench: $(READY) ## Check and time the operators of wide_kernels (needs a GPU)
+	$(BIN)/python -m wide_kernels.bench
 
 clean: ## Remove the virtual environment and caches; runs/ stays
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -146,7 +146,7 @@ def main() -> None:
     parts = [
         HEAD,
         "## SmolLM2-135M on one H200: what is kept\n",
-        "G = 64, one head group = 3 query heads, rank 32, 32 x 1024 tokens a step; token perplexity with windows of 2048.\n",
+        "G = 64, one head group = 3 query heads, rank 32, 32 x 1024 tokens a step, perplexity windows of 2048.\n",
         quality(evals, runs),
         "\n## By task, %\n",
         tasks(evals),

@@ -128,20 +128,12 @@ def test_the_start_meets_a_rate_on_its_text(mode: str, sparsity: float) -> None:
     assert budget.distance(started(budget, mode=mode)).item() < TOLERANCE
 
 
-OVERSHOOTS = pytest.mark.xfail(
-    strict=True, reason="thresholds: a stretch learnt while another layer moved is kept after the sign has changed"
-)
-OTHER_MEAN = pytest.mark.xfail(
-    strict=True, reason="thresholds of a part average over the layers it routes, the budget over all layers"
-)
-
-
 @pytest.mark.parametrize(
     ("mode", "kind"),
     [
         ("wide", "uniform"),
         ("token", "uniform"),
-        pytest.param("layer", "uniform", marks=OVERSHOOTS),
+        pytest.param("layer", "uniform"),
         ("wide", "flops"),
         ("token", "flops"),
         ("layer", "flops"),
@@ -173,7 +165,7 @@ def test_zero_sparsity_skips_next_to_nothing() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["rate", "flops", pytest.param("uniform", marks=OVERSHOOTS), pytest.param("parts", marks=OTHER_MEAN)],
+    ["rate", "flops", pytest.param("uniform"), pytest.param("parts")],
 )
 def test_overrides_are_left_alone_and_the_rest_meets_the_budget(kind: Any) -> None:
     targets = {"attention": 0.3, "ffn": 0.3} if kind == "parts" else {}

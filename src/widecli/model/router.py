@@ -40,8 +40,8 @@ class Router(nn.Module):
     def rescale(self, scale: Tensor | None) -> None:
         """Train `down` on features divided by `scale` [D] (None = as they are); the function stays the same.
 
-        The residual's channels differ by a factor of 1000, and so do its layers. AdamW moves every weight by about the
-        learning rate, so on bare features a few channels make all the difference; on scaled ones every channel counts.
+        The residual's channels differ a hundredfold and more, and AdamW moves every weight by about the learning rate.
+        On SmolLM2 scaling did not pay: bare features train as well at a third of the learning rate.
         Scales are rounded to powers of two: rescaling is then exact, and a checkpoint holds plain weights.
         """
         new = torch.ones_like(self.feature_scale) if scale is None else torch.exp2(torch.log2(scale).round())

@@ -174,6 +174,8 @@ def _meet_budget(
                 # the last move should have left no shift at all; what is left tells how much of it was eaten
                 eaten = min(0.75, shift / promised[decision])
                 stretch[decision] = min(_MOST_STRETCH, stretch[decision] / (1 - eaten))
+            elif moved * shift < 0:
+                stretch[decision] = 1.0  # went too far
             promised[decision] = shift
             before[decision] = step = shift * stretch[decision]
             decision.router.up.bias[0::2] -= step
@@ -257,7 +259,7 @@ def _collect(
             added[decision] = added[decision] + part_added if decision in added else part_added
 
     for ids, valid in batches:
-        with _hooked(routed, on_input, on_output), routed.probing(open_gates=not under_routing):
+        with torch.enable_grad(), _hooked(routed, on_input, on_output), routed.probing(open_gates=not under_routing):
             hidden = routed.decoder(input_ids=ids, attention_mask=valid, use_cache=False).last_hidden_state
             if first_order_weight > 0:
                 torch.autograd.backward(next_token_loss(hidden, routed.lm_head.weight, ids, valid))
@@ -314,7 +316,7 @@ def _thresholds(routed: RoutedModel, scores: dict[Decision, Tensor], budget: Bud
         result: dict[Decision, float] = {}
         for part in routed_parts:
             chosen = {d: 1.0 for (_, p), d in routed.decisions.items() if p == part}
-            result |= _solve(scores, {d: 1 / len(chosen) for d in chosen}, budget.target(part) or 0.0)
+            result |= _solve(scores, {d: 1 / len(routed.layers) for d in chosen}, budget.target(part) or 0.0)
         return result
     if budget.kind == "uniform":
         result = {}

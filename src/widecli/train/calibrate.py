@@ -101,6 +101,7 @@ def calibrate(resolved: ResolvedRecipe, run: Run, reporter: Reporter, *, offline
         first = 0
         job.save(trainer, 0)
     speeds = _train(job, trainer, first, reporter)
+    job.save(trainer, recipe.train.steps)  # what was trained is safe before the last measurement
     final = validation.measure_final(reporter)
     path = job.save(trainer, recipe.train.steps, final)
     job.routed.detach()
