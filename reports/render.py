@@ -17,7 +17,9 @@ HEAD = """# Measured results
 
 Written by `reports/render.py` from the records in this folder; no figure is typed by hand. Each row names its runs:
 `<folder>/calibrate-NAME` and `<folder>/eval-NAME` hold `summary.json`, `recipe.yaml` and `environment.json` (command,
-versions, device), the calibration also `metrics.jsonl`.
+versions, device), the calibration also `metrics.jsonl`. The text is public (web pages, Stack Exchange, arXiv,
+Wikipedia, textbooks, speeches, books: 8.0M tokens) and holds nothing of WikiText-2. `s50` is the best of three candidates by its
+training loss (the others: `s50-scaled`, `s50-scaled-6e-3`); its own record calls it `runs/calibrate-s50-bare`.
 """
 
 
@@ -92,7 +94,7 @@ def starts(evals: dict[str, dict[str, Any]], runs: dict[str, dict[str, Any]]) ->
     for name, run in runs.items():
         recipe = run["settings"]
         if name in evals and run["plan"]["mode"] == "wide" and run["budget"]["sparsity"] == 0.5:
-            key = (recipe["warm_start"], recipe["scale_features"], recipe["temperature_start"], run["steps"])
+            key = (recipe["warm_start"], recipe["scale_features"], recipe["learning_rate"], run["steps"])
             groups[key].append(name)
     rows = []
     for key in sorted(groups, key=lambda k: (k[3], str(k))):
@@ -100,10 +102,11 @@ def starts(evals: dict[str, dict[str, Any]], runs: dict[str, dict[str, Any]]) ->
         whole = [evals[n]["perplexity"]["wikitext2/token_ppl"] for n in groups[key]]
         skip = [evals[n]["skip_rate"]["mean"] for n in groups[key]]
         spread = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
-        start, scaled, temperature, steps = key
+        start, scaled, rate, steps = key
+        temperature = runs[groups[key][0]]["settings"]["temperature_start"]
         rows.append(
             [
-                f"{start}, {'scaled' if scaled else 'bare'} features, temperature {temperature:g}",
+                f"{start}, {'scaled' if scaled else 'bare'} features, lr {rate:g}, temperature {temperature:g}",
                 str(steps),
                 str(len(values)),
                 f"{mean(values):.2f}{spread}",
@@ -134,12 +137,48 @@ def settings(name: str) -> dict[str, Any]:
     return {
         "warm_start": recipe["routing"]["warm_start"],
         "scale_features": train["scale_features"],
+        "learning_rate": train["learning_rate"],
         "temperature_start": train["temperature_start"],
     }
 
 
+def short(evals: dict[str, dict[str, Any]], runs: dict[str, dict[str, Any]]) -> str:
+    """What the project's README shows: the runs with tasks, few columns."""
+    rows = []
+    for name in ("dense", "s25", "s50", "dense-400", "s50-1000", "s50-token", "s50-layer"):
+        found = evals[name]
+        skip, flops = found["skip_rate"] or {}, found["flops_skipped"] or {}
+        limit = found["protocol"]["limit"]
+        label = "dense"
+        if name in runs:
+            target = percent(runs[name]["budget"]["sparsity"])
+            label = f"{runs[name]['plan']['mode']}, S = {target} %, {found['steps']} steps"
+        rows.append(
+            [
+                label,
+                f"`{name}`",
+                percent(skip.get("attention")),
+                percent(skip.get("ffn")),
+                percent(flops.get("prunable")),
+                figure(found["perplexity"]["wikitext2/token_ppl"]),
+                f"{percent(found['average'])} ({'all' if limit is None else limit})",
+                percent(found["retention"]),
+            ]
+        )
+    head = ["model", "run", "attention skipped, %", "FFN skipped, %", "prunable FLOPs skipped, %", "WikiText-2"]
+    return table([*head, "seven tasks, % (items a task)", "kept, %"], rows)
+
+
+def insert(path: Path, text: str) -> None:
+    """Put `text` between the two marks that a document has for it."""
+    begin, end = "<!-- results -->", "<!-- /results -->"
+    before, _, rest = path.read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    path.write_text(f"{before}{begin}\n{text}{end}{after}")
+
+
 def main() -> None:
-    """Write README.md."""
+    """Write README.md here and the table of the project's README."""
     evals, runs = load("eval"), load("calibrate")
     for name, run in runs.items():
         run["settings"] = settings(name)
@@ -156,6 +195,7 @@ def main() -> None:
         speed(),
     ]
     (HERE / "README.md").write_text("\n".join(parts))
+    insert(HERE.parent / "README.md", short(evals, runs))
 
 
 if __name__ == "__main__":
