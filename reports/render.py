@@ -18,8 +18,9 @@ HEAD = """# Measured results
 Written by `reports/render.py` from the records in this folder; no figure is typed by hand. Each row names its runs:
 `<folder>/calibrate-NAME` and `<folder>/eval-NAME` hold `summary.json`, `recipe.yaml` and `environment.json` (command,
 versions, device), the calibration also `metrics.jsonl`. The text is public (web pages, Stack Exchange, arXiv,
-Wikipedia, textbooks, speeches, books: 8.0M tokens) and holds nothing of WikiText-2. `s50` is the best of three candidates by its
-training loss (the others: `s50-scaled`, `s50-scaled-6e-3`); its own record calls it `runs/calibrate-s50-bare`.
+Wikipedia, textbooks, speeches, books: 8.0M tokens) and holds nothing of WikiText-2. `s50` is the best of three
+candidates by its training loss (the others: `s50-scaled`, `s50-scaled-6e-3`); its record calls it
+`runs/calibrate-s50-bare`.
 """
 
 
