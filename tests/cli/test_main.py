@@ -170,8 +170,8 @@ def test_a_document_with_nan_is_a_bug() -> None:
 
 
 def test_markup_in_messages_is_text(capfd: pytest.CaptureFixture[str]) -> None:
-    done = python("from widecli.cli.console import note; note('pip install widecli[liger] ' + 'x' * 200)")
-    assert done.stderr == "pip install widecli[liger] " + "x" * 200 + "\n"
+    done = python("from widecli.cli.console import note; note('pip install widecli[plots] ' + 'x' * 200)")
+    assert done.stderr == "pip install widecli[plots] " + "x" * 200 + "\n"
     note("")
 
 

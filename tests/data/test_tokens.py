@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from widecli.data import token_file
-from widecli.data.cache_folder import _sweep
 from widecli.data.stream import collate
 from widecli.data.tokens import prepare_tokens, tokens_to_prepare
 from widecli.errors import UsageError, WideError
 from widecli.recipe.schema import DataSection
+from widecli.storage import _sweep
 
 
 class Texts:

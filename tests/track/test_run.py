@@ -15,7 +15,7 @@ import pytest
 
 from widecli.errors import UsageError, WideError
 from widecli.recipe.load import dump, resolve
-from widecli.track.atomic import plain, write_text
+from widecli.storage import plain, write_text
 from widecli.track.run import Run, run_name
 
 RECIPE = dump(resolve("demo").recipe)
@@ -204,7 +204,7 @@ def test_no_space_left_is_one_sentence() -> None:
 def test_a_kill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
     target = tmp_path / "state.json"
     program = (
-        "import json, sys, itertools; from pathlib import Path; from widecli.track.atomic import write_json\n"
+        "import json, sys, itertools; from pathlib import Path; from widecli.storage import write_json\n"
         "for i in itertools.count(): write_json(Path(sys.argv[1]), {'i': i, 'filling': ['x' * 1000] * 300})\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from widecli.data.cache_folder import user_cache, write_json
 from widecli.data.file_formats import fields_named
 from widecli.data.sources import encodable
 from widecli.errors import UsageError, WideError
+from widecli.storage import user_cache, write_json
 
 _TIMEOUT_S = 10
 _SHUFFLE_DOCUMENTS = 2048

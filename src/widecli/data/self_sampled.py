@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from widecli.data.cache_folder import disk_errors_named, user_cache, write_json
 from widecli.data.packing import DocumentEncoder
 from widecli.data.sources import SamplingModel, encodable
 from widecli.errors import WideError
+from widecli.storage import disk_errors_named, user_cache, write_json
 
 # Fixed, not tuned to the device: with the seed it decides the text.
 BATCH_SIZE = 16

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from widecli.data.cache_folder import write_json
+from widecli.storage import write_json
 
 Tokens = npt.NDArray[np.int64]
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from widecli.data.cache_folder import disk_errors_named, folder_in_one_piece, user_cache
 from widecli.data.packing import DocumentEncoder, Tokens, samples, windows
 from widecli.data.sources import Source
 from widecli.data.token_file import TokenSet, load_token_set, write_token_set
 from widecli.errors import UsageError, WideError
+from widecli.storage import disk_errors_named, folder_in_one_piece, user_cache
 
 if TYPE_CHECKING:
     from widecli.recipe.schema import DataSection

@@ -13,14 +13,14 @@ from typing import Any
 
 from widecli.errors import WideError
 from widecli.evaluate.protocol import EvalProtocol
+from widecli.storage import user_cache
 
 SCHEMA = "wide.dense/1"
 
 
 def default_cache_dir() -> Path:
     """`$XDG_CACHE_HOME/wide/dense`, else `~/.cache/wide/dense`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "wide" / "dense"
+    return user_cache() / "dense"
 
 
 class DenseCache:

@@ -56,7 +56,11 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def load_backbone(section: ModelSection, device: torch.device | None = None) -> Backbone:
     """Load, freeze and identify the model. Raises UsageError or WideError with one sentence on what is wrong."""
+    from transformers.utils import logging
+
     device = device or default_device()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     source = _locate(section.name)
     options: dict[str, Any] = {"revision": section.revision} if section.revision else {}
     tokenizer, model = _load(section, source, options, resolve_dtype(section.dtype, device))
@@ -69,10 +73,7 @@ def load_backbone(section: ModelSection, device: torch.device | None = None) -> 
 
 def _load(section: ModelSection, source: str, options: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
     loading = dict(options, dtype=dtype)
     if section.attention != "auto":
         loading["attn_implementation"] = section.attention

@@ -7,21 +7,18 @@ would look like a bad method rather than like the bug it is.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from widecli.errors import UsageError, WideError
+from widecli.errors import UsageError
 from widecli.model.identity import BackboneIdentity
 from widecli.model.plan import RoutingPlan
 from widecli.model.router import plain_state
+from widecli.storage import atomic_directory
 
 SCHEMA = "wide.checkpoint/1"
 CONFIG = "wide_config.json"
@@ -48,44 +45,6 @@ class CheckpointConfig:
             "recipe_hash": self.recipe_hash,
             "achieved": dict(self.achieved),
         }
-
-
-@contextmanager
-def atomic_directory(target: Path) -> Iterator[Path]:
-    """Yield a scratch directory beside `target` that takes its place, whole, when the block ends without an error.
-
-    A process killed inside the block leaves `target` as it was; the scratch directory's name starts with a dot.
-    """
-    from safetensors import SafetensorError
-
-    scratch: Path | None = None
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        yield scratch
-        for path in scratch.rglob("*"):
-            if path.is_file():
-                path.chmod(0o644)
-                _sync(path)
-        if target.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".old-{target.name}.", dir=target.parent))
-            target.replace(old)  # replacing an empty directory is allowed
-            scratch.replace(target)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            scratch.replace(target)
-        target.chmod(0o755)  # mkdtemp and safetensors make private files; these are for sharing
-    except (OSError, SafetensorError) as error:  # safetensors wraps the errors of its own writes, a full disk too
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise WideError(f"cannot write {target}: {reason}; free some space or name another folder") from error
-    finally:
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def save(

@@ -7,12 +7,11 @@ one or two. Weights are kept in fp32, exactly as de-quantised.
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
 from widecli.errors import UsageError
-from widecli.model.checkpoint import atomic_directory
+from widecli.storage import atomic_directory, user_cache
 
 _VERSION = 1  # raise when the converted folder changes meaning
 
@@ -21,8 +20,7 @@ def converted(file: Path) -> Path:
     """The Hugging Face folder made from a GGUF file, converting it if need be. Raises UsageError for a corrupt file."""
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()[:16]
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "wide" / "models" / f"{file.stem}-{digest}-v{_VERSION}"
+    folder = user_cache() / "models" / f"{file.stem}-{digest}-v{_VERSION}"
     if not (folder / "config.json").is_file():
         model, tokenizer = _read(file)
         with atomic_directory(folder) as scratch:

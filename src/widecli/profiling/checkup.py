@@ -24,7 +24,6 @@ _LOW_SPACE_BYTES = 5 * GIB
 
 _REQUIRED = ("transformers", "tokenizers", "datasets", "lm-eval", "peft", "gguf", "safetensors", "pandas")
 _OPTIONAL = {
-    "liger-kernel": ("the fused cross-entropy; ours in chunks is used", "pip install 'widecli[liger]'"),
     "matplotlib": ("plots in reports", "pip install 'widecli[plots]'"),
     "submitit": ("sweeps on a cluster's scheduler", "pip install 'widecli[cluster]'"),
 }

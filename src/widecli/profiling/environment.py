@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("torch", "triton", "transformers", "peft", "lm-eval", "datasets", "tokenizers", "numpy", "liger-kernel")
+_PACKAGES = ("torch", "triton", "transformers", "peft", "lm-eval", "datasets", "tokenizers", "numpy")
 
 
 def environment() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from widecli.errors import UsageError
 from widecli.recipe.keys import leaves, value_at
 from widecli.recipe.load import ResolvedRecipe, load_text
 from widecli.recipe.schema import BudgetSection
-from widecli.track.atomic import plain, unwritable, write_json, write_text
+from widecli.storage import plain, unwritable, write_json, write_text
 from widecli.track.summary import completed
 
 RUNS = Path("runs")

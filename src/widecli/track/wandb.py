@@ -20,7 +20,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from widecli.recipe.schema import TrackSection
-from widecli.track.atomic import plain, write_json
+from widecli.storage import plain, write_json
 from widecli.track.run import Run
 
 Mode = Literal["online", "offline", "off"]

@@ -1,0 +1,177 @@
+"""What lies on disk appears whole or not at all: files, folders, and where the user's cache is."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from widecli.errors import WideError
+
+_BUILDING = ".building-"
+_STALE_AFTER_S = 24 * 3600
+
+
+def user_cache() -> Path:
+    """`$XDG_CACHE_HOME/wide`, or `~/.cache/wide`."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "wide"
+
+
+@contextlib.contextmanager
+def disk_errors_named(folder: Path, needed_bytes: int | None = None) -> Iterator[None]:
+    """Turn a full or unwritable disk into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            needed = f" (about {max(needed_bytes // 2**20, 1)} MiB needed)" if needed_bytes else ""
+            raise WideError(
+                f"No space left for the cache in {folder}{needed}: free some, or point XDG_CACHE_HOME elsewhere"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+            raise WideError(
+                f"The cache folder {folder} is not writable: point XDG_CACHE_HOME at one that is"
+            ) from error
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes `path` so that a reader, or a kill at any moment, sees the old content or the new one, never a part.
+
+    Raises:
+        WideError: no space left, or the folder cannot be written.
+    """
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """As `write_text`, for bytes."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise unwritable(path, error) from error
+
+
+def unwritable(path: Path, error: OSError) -> WideError:
+    """The sentence for a failed write: what could not be written, why, what to do."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return WideError(f"No space left to write {path}: free some, or name another folder with --run-dir.")
+    return WideError(f"{path} cannot be written ({error.strerror or error}): name another folder with --run-dir.")
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes plain data as indented JSON, atomically; see `plain` for what becomes of numbers."""
+    write_text(path, json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def plain(value: Any) -> Any:
+    """Plain data for JSON: 0-d arrays and tensors become numbers, paths text, tuples lists, NaN and infinity null."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if hasattr(value, "tolist"):  # NumPy and torch, without importing either
+        return plain(value.tolist())
+    raise TypeError(f"a {type(value).__name__} cannot be recorded as JSON")
+
+
+@contextlib.contextmanager
+def atomic_directory(target: Path) -> Iterator[Path]:
+    """Yield a scratch directory beside `target` that takes its place, whole, when the block ends without an error.
+
+    A process killed inside the block leaves `target` as it was; the scratch directory's name starts with a dot.
+    """
+    from safetensors import SafetensorError
+
+    scratch: Path | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        yield scratch
+        for path in scratch.rglob("*"):
+            if path.is_file():
+                path.chmod(0o644)
+                _sync(path)
+        if target.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".old-{target.name}.", dir=target.parent))
+            target.replace(old)  # replacing an empty directory is allowed
+            scratch.replace(target)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            scratch.replace(target)
+        target.chmod(0o755)  # mkdtemp and safetensors make private files; these are for sharing
+    except (OSError, SafetensorError) as error:  # safetensors wraps the errors of its own writes, a full disk too
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise WideError(f"cannot write {target}: {reason}; free some space or name another folder") from error
+    finally:
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def folder_in_one_piece(final: Path, is_valid: Callable[[Path], bool]) -> Iterator[Path]:
+    """Yield a folder to fill; when the block ends well it becomes `final` by one rename.
+
+    A block that fails leaves nothing. If another process finished `final` first and it `is_valid`, that one stays;
+    an invalid one is replaced.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(final.parent)
+    building = final.parent / f"{_BUILDING}{uuid.uuid4().hex}"
+    building.mkdir()
+    try:
+        yield building
+        for _ in range(3):  # another process may replace a broken folder at the same moment
+            try:
+                building.rename(final)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                if is_valid(final):
+                    return
+                # Renamed before it is deleted, so that no reader meets a half-deleted folder under the final name.
+                with contextlib.suppress(FileNotFoundError):
+                    final.rename(final.parent / f"{_BUILDING}{uuid.uuid4().hex}")
+        raise WideError(f"{final} is being replaced by other processes again and again: run one at a time")
+    finally:
+        if building.exists():
+            shutil.rmtree(building, ignore_errors=True)
+
+
+def _sweep(parent: Path) -> None:
+    """Delete what killed builds left behind, once it is surely nobody's work in progress."""
+    for left in parent.glob(f"{_BUILDING}*"):
+        with contextlib.suppress(OSError):
+            newest = max((item.stat().st_mtime for item in left.iterdir()), default=left.stat().st_mtime)
+            if time.time() - newest > _STALE_AFTER_S:
+                shutil.rmtree(left, ignore_errors=True)
