@@ -26,7 +26,7 @@ Arguments = Annotated[
 def demo(
     arguments: Arguments = None,
     data_root: options.DataRoot = None,
-    limit: Annotated[int, typer.Option("--limit", help="Documents a task, where their data is reachable.")] = 8,
+    limit: Annotated[int, typer.Option("--limit", help="Documents a task, where their data is reachable.")] = 4,
     overwrite: options.Overwrite = False,
     offline: options.Offline = False,
     json: options.Json = False,
@@ -98,7 +98,7 @@ def random_start(resolved: ResolvedRecipe, run_dir: str, offline: bool) -> dict[
     note("for comparison: random routers, shifted to the same budget")
     job = prepare(recipe, resolved.hash8, Run.open(run_dir), lambda _: None, offline)
     batches = warm_start_batches(recipe, job.tokens, job.backbone.device)
-    meet_budget(job.routed, batches[:1], job.budget)
+    meet_budget(job.routed, batches[:1], job.budget, passes=2)
     assert recipe.data.validation is not None
     with job.routed.tracing() as trace:
         _, result = measure_perplexity(

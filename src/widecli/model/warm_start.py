@@ -66,7 +66,7 @@ class WarmStart:
         even mix starts at 79 (S = 0.25), and with 65k tokens and two rounds they are ahead of everything else tried.
         """
         if tokens < FEW_TOKENS:
-            return cls(rounds=1, first_order_weight=0.5, budget_share=budget_share)
+            return cls(rounds=1, threshold_passes=3, first_order_weight=0.5, budget_share=budget_share)
         return cls(budget_share=budget_share)
 
 

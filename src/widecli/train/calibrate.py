@@ -32,7 +32,7 @@ from widecli.track.run import Run
 from widecli.train import state
 from widecli.train.loop import StepRecord, Trainer
 
-WARM_START_BATCH_TOKENS = 4096  # the closed form keeps activations for a backward pass: small batches suffice
+WARM_START_BATCH_TOKENS = 2048  # the closed form keeps activations for a backward pass: small batches suffice
 _WARM_START_SEED_OFFSET = 1_000_003  # text for the closed form: an order of its own
 
 
