@@ -6,7 +6,10 @@ one or two. Weights are kept in fp32, exactly as de-quantised.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,10 @@ def converted(file: Path) -> Path:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()[:16]
     folder = user_cache() / "models" / f"{file.stem}-{digest}-v{_VERSION}"
     if not (folder / "config.json").is_file():
-        model, tokenizer = _read(file)
+        # the reader's bars ignore the library's switch; where nobody watches they are noise
+        watched = sys.stderr.isatty()
+        with contextlib.nullcontext() if watched else contextlib.redirect_stderr(io.StringIO()):
+            model, tokenizer = _read(file)
         with atomic_directory(folder) as scratch:
             model.save_pretrained(scratch)
             tokenizer.save_pretrained(scratch)
