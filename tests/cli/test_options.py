@@ -69,3 +69,9 @@ def test_offline_reaches_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     assert go_offline(True)
     assert os.environ["HF_DATASETS_OFFLINE"] == "1"
     assert go_offline(False)
+
+
+@pytest.mark.parametrize(("arguments", "flags"), [(["budget.sparsity=0.3"], {}), ([], {"sparsity": 0.3})])
+def test_a_sparsity_beside_targets_a_part_is_refused(arguments: list[str], flags: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match=r"budget\.attention or budget\.ffn"):
+        recipe_from(["budget.kind=parts", "budget.ffn=0.5", *arguments], **flags)

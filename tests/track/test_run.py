@@ -186,9 +186,8 @@ def test_runs_are_named_by_model_mode_sparsity_groups_and_hash(overrides: tuple[
 def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(tmp_path: Path) -> None:
     target = tmp_path / "a.json"
     write_text(target, "old")
-    target_folder_is_gone = tmp_path / "gone" / "a.json"
-    with pytest.raises(WideError, match=r"a\.json cannot be written"):
-        write_text(target_folder_is_gone, "new")
+    with pytest.raises(WideError, match=r"b\.json cannot be written"):
+        write_text(target / "b.json", "new")  # a file where the folder should be
     assert target.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
 

@@ -121,7 +121,11 @@ def recipe_from(arguments: Sequence[str] | None, *, base: str | None = None, **f
 
     recipe, overrides = split_arguments(arguments)
     given = {FLAG_KEYS[name]: value for name, value in flags.items() if value is not None and value != []}
-    return resolve(recipe or base, overrides, given)
+    resolved = resolve(recipe or base, overrides, given)
+    asked = "budget.sparsity" in given or any(o.startswith("budget.sparsity=") for o in overrides)
+    if asked and resolved.recipe.budget.kind == "parts":
+        raise UsageError("budget.sparsity means nothing with budget.kind=parts: set budget.attention or budget.ffn.")
+    return resolved
 
 
 def machine_default() -> str | None:

@@ -105,8 +105,6 @@ class BudgetSection(Section):
             raise ValueError("budget.kind=parts needs budget.attention or budget.ffn (or both)")
         if self.kind != "parts" and named:
             raise ValueError(f"budget.attention and budget.ffn need budget.kind=parts, not {self.kind}")
-        if self.kind == "parts" and "sparsity" in self.model_fields_set and self.sparsity != 0.5:
-            raise ValueError("budget.sparsity means nothing with budget.kind=parts; set budget.attention or budget.ffn")
         return self
 
 
