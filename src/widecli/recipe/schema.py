@@ -106,7 +106,9 @@ class BudgetSection(Section):
         if self.kind != "parts" and named:
             raise ValueError(f"budget.attention and budget.ffn need budget.kind=parts, not {self.kind}")
         if self.kind == "parts" and "sparsity" in self.model_fields_set and self.sparsity != 0.5:
-            raise ValueError("budget.sparsity means nothing with budget.kind=parts; set budget.attention or budget.ffn")
+            raise ValueError(
+                "budget.sparsity means nothing with budget.kind=parts; if the recipe sets it, add '~budget.sparsity'"
+            )
         return self
 
 
