@@ -105,3 +105,9 @@ def test_a_real_process_prints_one_document_and_nothing_else_on_stdout(workplace
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["recipe"]["train"]["steps"] == 10_000
+
+
+def test_data_that_is_not_there_is_refused(wide: Wide, tiny_recipe: Path, workplace: Path) -> None:
+    done = wide("calibrate", str(tiny_recipe), "data.source=missing/*.jsonl", "--dry-run")
+    assert done.code == 2
+    assert "missing/*.jsonl" in done.err

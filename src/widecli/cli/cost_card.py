@@ -15,6 +15,7 @@ _REFERENCE = ("one H200", 790e12)  # bf16 matrix product measured there; the dry
 
 def dry_run_document(resolved: ResolvedRecipe) -> dict[str, Any]:
     """Validate a recipe against its model's sizes and estimate the run. Raises UsageError; touches no device."""
+    from widecli.data.sources import open_source
     from widecli.model.backbone import load_shape
     from widecli.model.budget import Budget
     from widecli.model.plan import RoutingPlan
@@ -25,6 +26,8 @@ def dry_run_document(resolved: ResolvedRecipe) -> dict[str, Any]:
     plan = RoutingPlan.from_section(recipe.routing, shape)
     Budget.from_section(recipe.budget, plan, shape, recipe.data.sequence_length)
     value_bytes = 4 if recipe.model.dtype == "float32" else 2
+    if recipe.data.source != "self":  # needs the model
+        open_source(recipe.data.source, section=recipe.data)
     figures = estimate(recipe, shape, plan, value_bytes=value_bytes)
     reach = EFFICIENCY["cuda" if recipe.train.compile is False else "cuda-compiled"]
     return {

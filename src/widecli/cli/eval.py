@@ -98,6 +98,7 @@ def _take_checkpoint(arguments: list[str], newest: bool) -> tuple[Path | None, l
             continue
         note(f"evaluating the newest checkpoint, {found}")
         return found, arguments
+    note("no checkpoint below runs/ and none named: evaluating the dense model alone")
     return None, arguments
 
 
