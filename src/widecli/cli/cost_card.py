@@ -56,6 +56,8 @@ def print_dry_run(document: dict[str, Any]) -> None:
     heads = f"{shape['num_attention_heads']}/{shape['num_key_value_heads']} heads of {shape['head_dim']}"
     sizes = f"{shape['num_hidden_layers']} layers, D {shape['hidden_size']}, D' {shape['intermediate_size']}, {heads}"
     groups = f"{plan['attention_group_size']} query heads and {plan['ffn_group_size']} channels a group"
+    if plan["mode"] != "wide":
+        groups = "one group a part" if plan["mode"] == "token" else "one decision a layer"
     per_step = f"{train['batch_size']} x {recipe['data']['sequence_length']}"
     parts = f"weights {_gigabytes(figures['weights_bytes'])}, activations {_gigabytes(figures['activations_bytes'])}"
     time = f"{duration(figures['seconds_on_reference'])} on {figures['reference']}"
@@ -65,7 +67,7 @@ def print_dry_run(document: dict[str, Any]) -> None:
             "routing",
             f"{plan['mode']}, {groups}, rank {plan['rank']}: {figures['groups_per_token']:,} decisions a token",
         ),
-        ("budget", f"{recipe['budget']['kind']}, sparsity {recipe['budget']['sparsity']:.0%}"),
+        ("budget", targets(recipe["budget"])),
         ("trainable", f"{figures['router_parameters']:,} router parameters"),
         ("steps", f"{train['steps']:,} x {per_step} = {figures['tokens']:,} tokens"),
         ("data", f"{recipe['data']['source']}, packing {recipe['data']['packing']}"),
@@ -75,6 +77,14 @@ def print_dry_run(document: dict[str, Any]) -> None:
     for name, value in rows:
         table.add_row(name, value)
     console.print(table)
+
+
+def targets(budget: dict[str, Any]) -> str:
+    """The budget in words: `rate 50%`, `parts: attention 50%, ffn 30%`."""
+    if budget["kind"] != "parts":
+        return f"{budget['kind']} {budget['sparsity']:.0%}"
+    named = [f"{part} {budget[part]:.0%}" for part in ("attention", "ffn") if budget[part] is not None]
+    return f"parts: {', '.join(named)}"
 
 
 def print_expected_time(resolved: ResolvedRecipe, document: dict[str, Any]) -> None:

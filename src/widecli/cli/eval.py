@@ -61,6 +61,7 @@ def prepare(
     """What a command line asks to evaluate. The model is the checkpoint's, the protocol the recipe's."""
     from widecli.evaluate.evaluation import Evaluation
     from widecli.evaluate.tasks import check_tasks
+    from widecli.evaluate.texts import check_texts
     from widecli.recipe.load import load_text
 
     target, rest = _take_checkpoint(list(arguments or []), newest=flags.get("model") is None)
@@ -77,6 +78,7 @@ def prepare(
         model = load_text(stored.read_text(), str(stored)).model
     section = resolved.recipe.eval
     check_tasks(section.tasks, data_root=section.data_root, offline=offline)
+    check_texts(section.perplexity)
     return Evaluation(model, section, target, with_dense, offline), resolved
 
 
@@ -88,18 +90,19 @@ def _take_checkpoint(arguments: list[str], newest: bool) -> tuple[Path | None, l
         path = Path(argument)
         if "=" not in argument and path.is_dir():
             return checkpoint.resolve(path), arguments[:i] + arguments[i + 1 :]
+    recipe, _ = options.split_arguments(arguments)
+    if recipe is not None and not options.is_recipe(recipe):
+        raise UsageError(f"{recipe} is neither a checkpoint, a run directory nor a recipe")
     if not newest:
         return None, arguments
-    runs = sorted(Path("runs").glob("calibrate-*"), key=lambda p: p.stat().st_mtime, reverse=True)
-    for run in runs:
+    for run in sorted(Path("runs").glob("*/"), key=lambda p: p.stat().st_mtime, reverse=True):
         try:
             found = checkpoint.resolve(run)
         except UsageError:
             continue
         note(f"evaluating the newest checkpoint, {found}")
         return found, arguments
-    note("no checkpoint below runs/ and none named: evaluating the dense model alone")
-    return None, arguments
+    raise UsageError("there is no checkpoint below runs/: name one, or a dense model with --model")
 
 
 def evaluation_name(job: Evaluation, resolved: ResolvedRecipe) -> str:

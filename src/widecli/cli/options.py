@@ -128,6 +128,17 @@ def recipe_from(arguments: Sequence[str] | None, *, base: str | None = None, **f
     return resolved
 
 
+def is_recipe(name: str) -> bool:
+    """Whether `name` is a recipe's file or the name of a shipped one."""
+    from widecli.recipe.files import find_recipe
+
+    try:
+        find_recipe(name)
+    except UsageError:
+        return False
+    return True
+
+
 def machine_default() -> str | None:
     """The recipe a command starts from when none is named: sized for a GPU if there is one, else the demo's."""
     from widecli.model.backbone import default_device

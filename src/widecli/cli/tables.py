@@ -7,8 +7,10 @@ from typing import Any
 
 from rich.table import Table
 
-from widecli.cli.console import console, note
+from widecli.cli.console import console, note, warn
+from widecli.cli.cost_card import targets
 
+WORTH_A_WARNING = 0.05
 _SHADES = " ▁▂▃▄▅▆▇█"
 
 
@@ -20,13 +22,25 @@ def print_calibration(summary: dict[str, Any]) -> None:
             f"{when} {validation[when]:.2f}" for when in ("dense", "start", "final") if validation[when] is not None
         )
         table.add_row(f"token perplexity, {validation['text']}", figures)
+    table.add_row("budget", targets(summary["budget"]))
     _add_skipped(table, summary)
     if speed := summary.get("tokens_per_second"):
         table.add_row("training speed", f"{speed:,.0f} tokens/s")
     console.print(table)
     print_layers(summary.get("layers") or {})
+    if (missed := _undershoot(summary)) > WORTH_A_WARNING:
+        warn(f"{missed:.0%} less is skipped than the budget asks for: more steps close the gap")
     note(f"checkpoint: {summary['checkpoint']}")
     note(f"run: {summary['run_dir']}")
+
+
+def _undershoot(summary: dict[str, Any]) -> float:
+    """How far the skip rates stay below the targets at worst; negative when they are met."""
+    budget, rate = summary["budget"], summary["skip_rate"]
+    if budget["kind"] == "parts":
+        return max(float(budget[p] - (rate[p] or 0.0)) for p in ("attention", "ffn") if budget[p] is not None)
+    reached = summary["flops_skipped"]["prunable"] if budget["kind"] == "flops" else rate["mean"]
+    return float(budget["sparsity"] - reached)
 
 
 def _add_skipped(table: Table, summary: dict[str, Any]) -> None:

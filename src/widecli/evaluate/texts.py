@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from widecli.errors import UsageError
@@ -17,6 +17,9 @@ PERPLEXITY_TOKEN_CAPS = {"pydoc-topics": 4096}
 """Default length of a text, in tokens: Python's documentation is long and a small machine slow."""
 
 _FIELDS = ("text", "page")
+
+
+NAMED_TEXTS = ("wikitext2", "pydoc-topics")
 
 
 def perplexity_text(name: str, data_root: str | None = None, offline: bool = False) -> tuple[str, str]:
@@ -33,6 +36,16 @@ def perplexity_text(name: str, data_root: str | None = None, offline: bool = Fal
     return Path(name).name, _read_file(name)
 
 
+def check_texts(names: Iterable[str]) -> None:
+    """Refuse, before anything is loaded, a name that is neither a known text nor a file."""
+    for name in names:
+        text, _ = split_windows(name)
+        if text not in NAMED_TEXTS and not Path(text).expanduser().is_file():
+            raise UsageError(
+                f"{text} is no perplexity text: give {', '.join(NAMED_TEXTS)} or a .txt, .jsonl or .jsonl.gz file."
+            )
+
+
 def split_windows(name: str) -> tuple[str, int | None]:
     """`wikitext2@60` -> (`wikitext2`, 60): a text cut to its first windows; without a suffix (name, None)."""
     text, at, count = name.rpartition("@")
@@ -43,7 +56,7 @@ def split_windows(name: str) -> tuple[str, int | None]:
 
 def perplexity_key(name: str) -> str:
     """The name of a result: `wikitext2/token_ppl`, `wikitext2@60/token_ppl`; a file's without folder and suffix."""
-    if split_windows(name)[0] in ("wikitext2", "pydoc-topics"):
+    if split_windows(name)[0] in NAMED_TEXTS:
         return f"{name}/token_ppl"
     return f"{Path(name).name.split('.')[0] or Path(name).name}/token_ppl"
 
