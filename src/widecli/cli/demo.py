@@ -50,7 +50,8 @@ def run_demo(
     from widecli.cli.calibrate import run_calibration
     from widecli.cli.eval import prepare, run_evaluation
 
-    resolved = options.recipe_from(arguments, base="demo")
+    # the evaluation below measures the same text, beside the dense model
+    resolved = options.recipe_from([*(arguments or []), "data.validation=null"], base="demo")
     calibration = run_calibration(resolved, resume=not overwrite, overwrite=overwrite, offline=offline)
     random = random_start(resolved, calibration["run_dir"], offline)
     tasks = reachable_tasks(data_root, offline)
@@ -99,12 +100,11 @@ def random_start(resolved: ResolvedRecipe, run_dir: str, offline: bool) -> dict[
     job = prepare(recipe, resolved.hash8, Run.open(run_dir), lambda _: None, offline)
     batches = warm_start_batches(recipe, job.tokens, job.backbone.device)
     meet_budget(job.routed, batches[:1], job.budget, passes=2)
-    assert recipe.data.validation is not None
     with job.routed.tracing() as trace:
         _, result = measure_perplexity(
             job.backbone.model,
             job.backbone.tokenizer,
-            recipe.data.validation,
+            recipe.eval.perplexity[0],
             window=recipe.eval.perplexity_window,
             max_windows=recipe.eval.perplexity_windows,
             offline=offline,
