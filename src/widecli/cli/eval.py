@@ -50,7 +50,7 @@ def eval(
     with stdout_for_document(json):
         flags = {"tasks": tasks, "limit": limit, "data_root": data_root, "run_dir": run_dir, "model": model}
         job, resolved = prepare(arguments, flags, with_dense=dense, offline=offline)
-        document = describe(job, resolved) if dry_run else run_evaluation(job, resolved, overwrite=overwrite)
+        document = describe(job) if dry_run else run_evaluation(job, resolved, overwrite=overwrite)
         if json:
             emit_json(document)
 
@@ -105,7 +105,7 @@ def _take_checkpoint(arguments: list[str], newest: bool) -> tuple[Path | None, l
     raise UsageError("there is no checkpoint below runs/: name one, or a dense model with --model")
 
 
-def evaluation_name(job: Evaluation, resolved: ResolvedRecipe) -> str:
+def evaluation_name(job: Evaluation) -> str:
     """`<run or model>-<step or dense>-<hash of the protocol>`."""
     import hashlib
     import json
@@ -122,7 +122,7 @@ def evaluation_name(job: Evaluation, resolved: ResolvedRecipe) -> str:
     return f"{owner.removeprefix('calibrate-')}-{path.name}-{digest}"
 
 
-def describe(job: Evaluation, resolved: ResolvedRecipe) -> dict[str, Any]:
+def describe(job: Evaluation) -> dict[str, Any]:
     """What would be measured; loads neither weights nor data sets."""
     from widecli.evaluate.protocol import EvalProtocol
     from widecli.model import checkpoint
@@ -139,7 +139,7 @@ def describe(job: Evaluation, resolved: ResolvedRecipe) -> dict[str, Any]:
         "plan": plan,
         "protocol": protocol,
         "checkpoint": str(job.checkpoint) if job.checkpoint else None,
-        "run": evaluation_name(job, resolved),
+        "run": evaluation_name(job),
     }
 
 
@@ -157,7 +157,7 @@ def run_evaluation(job: Evaluation, resolved: ResolvedRecipe, *, overwrite: bool
             raise UsageError(f"{recipe.track.run_dir} holds the checkpoint to evaluate; name another --run-dir")
     run = Run.create(
         "eval",
-        evaluation_name(job, resolved),
+        evaluation_name(job),
         recipe_yaml=dump(recipe),
         run_dir=recipe.track.run_dir,
         overwrite=overwrite,
