@@ -95,6 +95,24 @@ def test_an_old_gpu_is_refused_by_its_capability(monkeypatch: pytest.MonkeyPatch
         assert choose(problem, "auto") == "torch"
 
 
+def test_gluon_wants_hopper_a_new_triton_half_precision_and_what_the_operator_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = torch.device("cuda", 0)
+    refusal = dispatch._REFUSALS["gluon"]
+    assert refusal(Problem("gemm_mn", CPU, torch.float16)) == "it needs a Hopper GPU, the tensors are on cpu"
+    monkeypatch.setattr(dispatch, "TRITON_VERSION", (3, 10))
+    monkeypatch.setattr(dispatch, "_capability", lambda index: (9, 0))
+    assert refusal(Problem("gemm_mn", gpu, torch.float16)) is None
+    assert refusal(Problem("gemm_mn", gpu, torch.float32)) == "it takes float16, bfloat16, not float32"
+    assert refusal(Problem("gemm_mn", gpu, torch.float16, refused={"gluon": "rows"})) == "rows"
+    assert "contiguous" in str(refusal(Problem("gemm_mn", gpu, torch.float16, strided=("weight",))))
+    monkeypatch.setattr(dispatch, "TRITON_VERSION", (3, 5))
+    assert refusal(Problem("gemm_mn", gpu, torch.float16)) == "it needs Triton 3.6 or newer, this is 3.5"
+    monkeypatch.setattr(dispatch, "_capability", lambda index: (10, 0))
+    assert "9.0 (Hopper), this GPU has 10.0" in str(refusal(Problem("gemm_mn", gpu, torch.float16)))
+
+
 def test_backends_and_operators_are_listed() -> None:
     available = wk.available_backends()
     assert set(available) == set(dispatch.OPERATORS)
