@@ -44,8 +44,8 @@ TRITON_VERSION = _triton_version()  # read once: a traced call must not open fil
 # Operator -> the module with `<operator>_problem`, and the backends that exist for it.
 OPERATORS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "route_layout": ("wide_kernels.layout", ("triton", "torch")),
-    "gemm_mn": ("wide_kernels.gemm_mn.launch", ("triton", "torch")),
-    "gated_mlp_up": ("wide_kernels.gemm_mn.launch", ("triton", "torch")),
+    "gemm_mn": ("wide_kernels.gemm_mn.launch", ("gluon", "triton", "torch")),
+    "gated_mlp_up": ("wide_kernels.gemm_mn.launch", ("gluon", "triton", "torch")),
     "gemm_k": ("wide_kernels.gemm_k.launch", ("triton", "torch")),
     "attention_prefill": ("wide_kernels.attention_prefill.launch", ("torch",)),
     "attention_decode": ("wide_kernels.attention_decode.launch", ("torch",)),

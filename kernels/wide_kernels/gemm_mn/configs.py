@@ -1,4 +1,4 @@
-"""Tile shapes of the Triton GEMM-MN kernels. Shared memory: STAGES x (BM + BN, + BN gated) x BK x bytes."""
+"""Tile shapes of the GEMM-MN kernels. Shared memory: STAGES x (BM + BN, + BN gated) x BK x bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,37 @@ from wide_kernels.tuning.table import forced
 from wide_kernels.tuning.tiles import largest_power, padded_rows
 
 FEW_ROWS = 64  # up to here a tile holds all rows and the mask is read as it is
+
+HOPPER_DEPTH = 64  # K of a ring stage in Gluon's kernel: rows of 128 bytes, the widest swizzle
+HOPPER_ROWS = 64  # it needs more rows than this
+_RING_BYTES = 221 << 10  # of Hopper's 227 KB; the rest is for barriers and for turning results round
+
+
+def hopper_config(rows: int, width: int, gated: bool) -> dict[str, int]:
+    """For Gluon's kernel, 128 accumulators a consumer thread: tiles of 256 x 128, or 128 x 256 (gate and up side by
+    side, or a wide group). 3 x 128 threads share 64 K registers: 168 each, given from the producers to the consumers.
+    """
+    config = {"BN": largest_power(width, 128 if gated else 256)} | forced(_hopper(gated), width)
+    accumulated = config["BN"] * (2 if gated else 1)
+    config = {"BM": 256 if accumulated <= 128 and rows > 1024 else 128, "BK": HOPPER_DEPTH, "BAND": 8} | config
+    config |= {"CONSUMER_REGISTERS": 216, "PRODUCER_REGISTERS": 72, "num_warps": 4, "maxnreg": 168}
+    config["STAGES"] = min(_RING_BYTES // ((config["BM"] + accumulated) * HOPPER_DEPTH * 2), 8)
+    return config | forced(_hopper(gated), width)
+
+
+def hopper_refusal(rows: int, depth: int, elements: int) -> dict[str, str]:
+    """As Problem.refused, what Gluon's kernel does not take: few rows, a ragged K, an x beyond its int32 units."""
+    if rows <= HOPPER_ROWS:
+        return {"gluon": f"it needs more than {HOPPER_ROWS} rows, got {rows}"}
+    if depth % HOPPER_DEPTH:
+        return {"gluon": f"K must be a multiple of {HOPPER_DEPTH}, got {depth}"}
+    if elements >= 1 << 34:
+        return {"gluon": f"x must have fewer than 2^34 elements, got {elements}"}
+    return {}
+
+
+def _hopper(gated: bool) -> str:
+    return "hopper_gated" if gated else "hopper_mn"
 
 
 def tile_config(rows: int, depth: int, width: int, gated: bool, dtype: torch.dtype) -> dict[str, int]:

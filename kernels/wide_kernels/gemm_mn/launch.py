@@ -11,6 +11,7 @@ from torch import Tensor
 from wide_kernels.activations import activate, activate_backward, check_activation
 from wide_kernels.checks import group_width, same_kind, same_size, shape_of, strided
 from wide_kernels.dispatch import Problem, choose
+from wide_kernels.gemm_mn.configs import hopper_refusal
 from wide_kernels.gemm_mn.reference import gated_mlp_up_reference, gemm_mn_reference, zero_skipped
 from wide_kernels.layout import RouteLayout, decision, sorted_rows
 
@@ -73,13 +74,14 @@ def gemm_mn_problem(
     op = "gemm_mn"
     check_activation(op, activation)
     same_kind(op, x, weight=weight, bias=bias)
-    _, depth = shape_of(op, "x", x, "T K")
+    rows, depth = shape_of(op, "x", x, "T K")
     columns, weight_depth = shape_of(op, "weight", weight, "N K")
     same_size(op, "K of weight", weight_depth, depth)
     if bias is not None:
         same_size(op, "the size of bias", shape_of(op, "bias", bias, "N")[0], columns)
     width = group_width(op, "N", columns, decision(op, x, layout, mask).shape[1])
-    return Problem(op, x.device, x.dtype, {"K": depth, "the group width": width}, strided(weight=weight))
+    sizes = {"K": depth, "the group width": width}
+    return Problem(op, x.device, x.dtype, sizes, strided(weight=weight), hopper_refusal(rows, depth, x.numel()))
 
 
 def gated_mlp_up_problem(
@@ -95,14 +97,15 @@ def gated_mlp_up_problem(
     op = "gated_mlp_up"
     check_activation(op, activation)
     same_kind(op, x, w_gate=w_gate, w_up=w_up)
-    _, depth = shape_of(op, "x", x, "T D")
+    rows, depth = shape_of(op, "x", x, "T D")
     columns, weight_depth = shape_of(op, "w_gate", w_gate, "D' D")
     same_size(op, "D of w_gate", weight_depth, depth)
     up_columns, up_depth = shape_of(op, "w_up", w_up, "D' D")
     same_size(op, "D of w_up", up_depth, depth)
     same_size(op, "D' of w_up", up_columns, columns)
     width = group_width(op, "D'", columns, decision(op, x, layout, mask).shape[1])
-    return Problem(op, x.device, x.dtype, {"D": depth, "the group width": width}, strided(w_gate=w_gate, w_up=w_up))
+    sizes, copies = {"D": depth, "the group width": width}, strided(w_gate=w_gate, w_up=w_up)
+    return Problem(op, x.device, x.dtype, sizes, copies, hopper_refusal(rows, depth, x.numel()))
 
 
 @torch.library.custom_op(
@@ -121,10 +124,14 @@ def _gemm_mn(
     activation: str | None,
     backend: str,
 ) -> Tensor:
-    if backend == "triton":
-        from wide_kernels.gemm_mn.triton import project
+    if backend == "gluon":
+        from wide_kernels.gemm_mn import gluon
 
-        return project(x, weight, None, mask, index, count, bias, activation)
+        return gluon.project(x, weight, None, mask, index, count, bias, activation)
+    if backend == "triton":
+        from wide_kernels.gemm_mn import triton
+
+        return triton.project(x, weight, None, mask, index, count, bias, activation)
     return gemm_mn_reference(x, weight, mask, bias, activation)
 
 
@@ -170,10 +177,14 @@ def _gated_mlp_up(
     activation: str,
     backend: str,
 ) -> Tensor:
-    if backend == "triton":
-        from wide_kernels.gemm_mn.triton import project
+    if backend == "gluon":
+        from wide_kernels.gemm_mn import gluon
 
-        return project(x, w_gate, w_up, mask, index, count, None, activation)
+        return gluon.project(x, w_gate, w_up, mask, index, count, None, activation)
+    if backend == "triton":
+        from wide_kernels.gemm_mn import triton
+
+        return triton.project(x, w_gate, w_up, mask, index, count, None, activation)
     return gated_mlp_up_reference(x, w_gate, w_up, mask, activation)
 
 

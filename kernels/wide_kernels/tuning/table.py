@@ -10,6 +10,8 @@ from wide_kernels.tuning.tiles import largest_power
 # Kernel -> the operator that shows its speed.
 TUNED = {
     "gemm_mn": "gemm_mn",
+    "hopper_mn": "gemm_mn",
+    "hopper_gated": "gated_mlp_up",
     "gated_mlp_up": "gated_mlp_up",
     "gemm_k": "gemm_k",
     "gemm_k_order": "gemm_k",
