@@ -12,25 +12,44 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
+BACKENDS = ("triton", "gluon")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", [*SMALL, *LARGE], ids=str)
-def test_triton_agrees_with_float64_and_reads_only_what_is_executed(case: Case, dtype: torch.dtype) -> None:
-    wrong = [
-        f"{what}: {error:.2e}" for what, error, bound in errors(case, dtype, "cuda", "triton") if not error <= bound
-    ]
-    assert wrong == []
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_results_agree_with_float64_and_only_what_is_executed_is_read(
+    backend: str, case: Case, dtype: torch.dtype
+) -> None:
+    found = list(errors(case, dtype, "cuda", backend))
+    if not found:
+        pytest.skip("gluon leaves this case to triton")
+    assert [f"{what}: {error:.2e}" for what, error, bound in found if not error <= bound] == []
 
 
-def test_outputs_beyond_2_to_the_31_elements_are_addressed_right() -> None:
+@pytest.mark.parametrize("width", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("rows", [65, 300, 3000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gluon_takes_every_width_and_ragged_rows(rows: int, width: int, dtype: torch.dtype) -> None:
+    if "gluon" not in wk.available_backends()["gemm_mn"]:
+        pytest.skip("needs a Hopper GPU and Triton 3.6")
+    case = Case(rows, 320, 5, width, "half")
+    found = list(errors(case, dtype, "cuda", "gluon"))
+    assert sum(what.startswith(("gemm_mn", "gated")) for what, _, _ in found) == 4
+    assert [f"{what}: {error:.2e}" for what, error, bound in found if not error <= bound] == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_outputs_beyond_2_to_the_31_elements_are_addressed_right(backend: str) -> None:
     rows, columns, width = 135_000, 16_384, 128
     x = torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(columns, 64, device="cuda", dtype=torch.bfloat16)
     mask = torch.rand(rows, columns // width, device="cuda") < 0.5
     layout = wk.route_layout(mask)
-    y = wk.gemm_mn(x, weight, layout, backend="triton")
+    if backend not in wk.available_backends()["gemm_mn"]:
+        pytest.skip(f"{backend} does not run here")
+    y = wk.gemm_mn(x, weight, layout, backend=backend)
     assert y.numel() > 2**31
     last = wk.gemm_mn(x[-100:], weight, mask=mask[-100:], backend="torch")
     torch.testing.assert_close(y[-100:], last, rtol=2e-2, atol=2e-2)

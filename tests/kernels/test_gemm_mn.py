@@ -101,3 +101,16 @@ def bad_calls() -> list[Any]:
 def test_what_does_not_fit_is_refused_by_name(call: Any, complaint: str) -> None:
     with pytest.raises(wk.UnsupportedError, match=complaint):
         call()
+
+
+def test_gluon_refuses_few_rows_and_a_ragged_depth() -> None:
+    from wide_kernels.gemm_mn.launch import gated_mlp_up_problem, gemm_mn_problem
+
+    def refused(rows: int, depth: int) -> list[str | None]:
+        x, weight, mask = torch.ones(rows, depth), torch.ones(32, depth), torch.ones(rows, 2, dtype=torch.bool)
+        plain = gemm_mn_problem(x, weight, mask=mask)
+        return [plain.refused.get("gluon"), gated_mlp_up_problem(x, weight, weight, mask=mask).refused.get("gluon")]
+
+    assert refused(65, 64) == [None, None]
+    assert refused(64, 64) == ["it needs more than 64 rows"] * 2
+    assert refused(65, 80) == ["K must be a multiple of 64, got 80"] * 2

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+import wide_kernels as wk
 from wide_kernels.benchmarks.awkward import LARGE, SMALL, errors
 from wide_kernels.benchmarks.cases import Sizes, ffn_cases
 from wide_kernels.tuning.table import force
@@ -36,18 +37,21 @@ class CheckTask:
 
     index: int
     dtype: torch.dtype
+    backend: str = "triton"
 
     def __call__(self) -> Outcome:
         """Run it; an exception counts as a wrong result."""
         case = (*SMALL, *LARGE)[self.index]
         compared, wrong = 0, []
         try:
-            for what, error, tolerance in errors(case, self.dtype, "cuda", "triton"):
+            for what, error, tolerance in errors(case, self.dtype, "cuda", self.backend):
                 compared += 1
                 if not error <= tolerance:
-                    wrong.append(f"{what} {self.dtype} {case}: relative error {error:.2e} above {tolerance:.0e}")
+                    wrong.append(
+                        f"{self.backend} {what} {self.dtype} {case}: relative error {error:.2e} above {tolerance:.0e}"
+                    )
         except Exception as failure:  # whatever it is, the other cases still run
-            wrong.append(f"{self.dtype} {case}: {type(failure).__name__}: {str(failure)[:300]}")
+            wrong.append(f"{self.backend} {self.dtype} {case}: {type(failure).__name__}: {str(failure)[:300]}")
         return Outcome(compared, wrong)
 
 
@@ -75,8 +79,10 @@ class WarmTask:
 
 
 def check_tasks(dtypes: Sequence[torch.dtype]) -> list[CheckTask]:
-    """All awkward cases, the large ones first."""
-    return [CheckTask(i, dtype) for dtype in dtypes for i in reversed(range(len(SMALL) + len(LARGE)))]
+    """All awkward cases, the large ones first, with every backend that this GPU can run."""
+    backends = [name for name in ("triton", "gluon") if name in wk.available_backends()["gemm_mn"]]
+    cases = reversed(range(len(SMALL) + len(LARGE)))
+    return [CheckTask(i, dtype, backend) for i in cases for dtype in dtypes for backend in backends]
 
 
 def usual_workers() -> int:

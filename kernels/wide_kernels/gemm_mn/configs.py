@@ -29,11 +29,11 @@ def hopper_config(rows: int, width: int, gated: bool) -> dict[str, int]:
 def hopper_refusal(rows: int, depth: int, elements: int) -> dict[str, str]:
     """As Problem.refused, what Gluon's kernel does not take: few rows, a ragged K, an x beyond its int32 units."""
     if rows <= HOPPER_ROWS:
-        return {"gluon": f"it needs more than {HOPPER_ROWS} rows, got {rows}"}
+        return {"gluon": f"it needs more than {HOPPER_ROWS} rows"}
     if depth % HOPPER_DEPTH:
         return {"gluon": f"K must be a multiple of {HOPPER_DEPTH}, got {depth}"}
     if elements >= 1 << 34:
-        return {"gluon": f"x must have fewer than 2^34 elements, got {elements}"}
+        return {"gluon": "x must have fewer than 2^34 elements"}
     return {}
 
 

@@ -39,6 +39,10 @@ from wide_kernels.gemm_mn.tile_list import tile_list
 from wide_kernels.gemm_mn.triton import activated
 from wide_kernels.layout import route_layout
 
+# Triton 3.6 calls them by longer names than its successors.
+cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
 UNIT = gl.constexpr(8)  # elements in 16 bytes: what one cp.async moves and one thread stores
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16))  # rows of 64 elements, 128 bytes, swizzled for TMA and wgmma
 GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # eight threads fetch the 128 bytes of a row
@@ -86,7 +90,7 @@ def gathered_units(index, place, executed, stride_units, ROWS: gl.constexpr):
 def fetch_rows(x, units, stage, BK: gl.constexpr):
     """Begin to copy BK columns of the rows at `units` from `x` on."""
     column = gl.arange(0, BK, gl.SliceLayout(0, GATHER))
-    async_copy.async_copy_global_to_shared(stage, x + (units.to(gl.int64) * UNIT)[:, None] + column[None, :])
+    cp_async(stage, x + (units.to(gl.int64) * UNIT)[:, None] + column[None, :])
 
 
 @gluon.jit
@@ -132,14 +136,10 @@ def produce(
             for i in range(K // BK):
                 stage = (step + i) % STAGES
                 mbarrier.wait(empty.index(stage), ((step + i) // STAGES & 1) ^ 1)
-                mbarrier.expect(full.index(stage), weight.block_type.nbytes * WEIGHTS)
-                tma.async_copy_global_to_shared(
-                    weight, [column, i * BK], full.index(stage), w_ring.index(stage * WEIGHTS)
-                )
+                mbarrier.expect(full.index(stage), WEIGHTS * BN * BK * 2)
+                tma_load(weight, [column, i * BK], full.index(stage), w_ring.index(stage).slice(0, BN))
                 if GATED:
-                    tma.async_copy_global_to_shared(
-                        weight_up, [column, i * BK], full.index(stage), w_ring.index(stage * WEIGHTS + 1)
-                    )
+                    tma_load(weight_up, [column, i * BK], full.index(stage), w_ring.index(stage).slice(BN, BN))
                 fetch_rows(x + i * BK, lower, x_ring.index(stage * CONSUMERS), BK)
                 if both:
                     fetch_rows(x + i * BK, upper, x_ring.index(stage * CONSUMERS + 1), BK)
@@ -170,7 +170,6 @@ def consume(
     WIDE: gl.constexpr = BN * 2 if GATED else BN  # gate and up side by side: one product, each row of x read once
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
     STORING: gl.constexpr = storing_layout(HALF, BN)
-    weights = w_ring._reinterpret(w_ring.dtype, [STAGES, WIDE, BK], SHARED)
     live = gl.load(tiles)
     grid = gl.num_programs(0)
     first = gl.program_id(0)
@@ -194,7 +193,7 @@ def consume(
                 mbarrier.wait(full.index(stage), (step + i) // STAGES & 1)
                 fence_async_shared()  # cp.async wrote through the generic proxy, wgmma reads through the other one
                 acc = warpgroup_mma(
-                    x_ring.index(stage * CONSUMERS + PART), weights.index(stage).permute((1, 0)), acc, is_async=True
+                    x_ring.index(stage * CONSUMERS + PART), w_ring.index(stage).permute((1, 0)), acc, is_async=True
                 )
                 # At most one product is left in flight, so the one before has read its stage.
                 acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
@@ -232,7 +231,7 @@ def persistent_kernel(
     """x [T, K] gathered by group, times `weight` and if GATED `weight_up` [N, K], into out [T, N]."""
     WEIGHTS: gl.constexpr = 2 if GATED else 1
     x_ring = gl.allocate_shared_memory(x.dtype.element_ty, [STAGES * CONSUMERS, BM // CONSUMERS, BK], SHARED)
-    w_ring = gl.allocate_shared_memory(x.dtype.element_ty, [STAGES * WEIGHTS, BN, BK], SHARED)
+    w_ring = gl.allocate_shared_memory(x.dtype.element_ty, [STAGES, BN * WEIGHTS, BK], SHARED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):

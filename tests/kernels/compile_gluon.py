@@ -1,0 +1,59 @@
+"""Compiles the Gluon kernels for Hopper, which need not be there: `python compile_gluon.py` prints JSON.
+
+Run in a process of its own, by a Python whose Triton has Gluon. The sizes are those of Llama-3.1-8B, the configurations
+the ones that the launchers choose.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from wide_kernels.gemm_mn import configs as mn_configs
+from wide_kernels.gemm_mn import gluon as mn_kernels
+
+D, F, T = 4096, 14336, 16384
+OPTIONS = ("num_warps", "maxnreg")
+
+
+def compiled(kernel: Any, types: dict[str, str], values: dict[str, Any]) -> dict[str, Any]:
+    """Compile `kernel` whose run-time arguments have these types; the rest are compile-time `values`."""
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    constants = {(names.index(name),): value for name, value in values.items() if name not in OPTIONS}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    binary = triton.compile(
+        GluonASTSource(kernel, signature, constants, aligned),
+        target=GPUTarget("cuda", 90, 32),
+        options={key: values[key] for key in OPTIONS if key in values},
+    )
+    ptx = binary.asm["ptx"]
+    marks = ("wgmma.mma_async", "m64n256k16", "cp.async.cg.shared", "cp.async.bulk.tensor", "setmaxnreg")
+    return {"shared": binary.metadata.shared} | {mark: ptx.count(mark) for mark in marks}
+
+
+def gemm_mn(width: int, gated: bool, dtype: str) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    """(kernel, types of its run-time arguments, compile-time values) of GEMM-MN with groups of `width`."""
+    config = mn_configs.hopper_config(T, width, gated)
+    del config["BAND"]
+    tile = f"tensordesc<{dtype}[{config['BN']}, {config['BK']}],{mn_kernels.SHARED.value!r}>"
+    types = dict.fromkeys(("x", "bias", "out"), f"*{dtype}") | dict.fromkeys(("index", "tiles"), "*i32")
+    types |= dict.fromkeys(("weight", "weight_up"), tile) | dict.fromkeys(("rows", "stride_units"), "i32")
+    values = {"N": F, "K": D, "G": width, "GATED": gated, "HAS_BIAS": not gated}
+    return mn_kernels.persistent_kernel, types, values | {"ACTIVATION": "silu" if gated else "relu"} | config
+
+
+def main() -> None:
+    """Compile everything."""
+    kernels = {f"gemm_mn {width}": gemm_mn(width, False, "bf16") for width in (16, 128, 256)}
+    kernels |= {f"gated_mlp_up {width}": gemm_mn(width, True, "fp16") for width in (64, 128)}
+    found = {name: compiled(*kernel) for name, kernel in kernels.items()}
+    print(json.dumps({"triton": triton.__version__, "kernels": found}))
+
+
+if __name__ == "__main__":
+    main()
