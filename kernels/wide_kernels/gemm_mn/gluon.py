@@ -7,10 +7,10 @@ producer fills the ring for the next tile and the other warpgroup may still mult
 by the producer warps while the ring is full.
 
 Protocol. Ring step n counts the K steps of all tiles of a program; it uses stage n % STAGES for the (n // STAGES)-th
-time, whose parity both sides wait for. `full` completes a phase after 1 + PRODUCERS arrivals: one announces the bytes
-of the TMA loads, each producer thread's comes when its own cp.async have landed. `empty` completes a phase after one
-arrival of each consumer, live or not, when it has read the stage; the producer's first waits for it pass because a
-fresh barrier counts as one whose previous phase is complete. All three partitions walk the same tiles.
+time, whose parity both sides wait for. `full` completes a phase after 1 + PRODUCER_THREADS arrivals: one announces the
+bytes of the TMA loads, each producer thread's comes when its own cp.async have landed. `empty` completes a phase after
+one arrival of each consumer, live or not, when it has read the stage; the producer's first waits pass because the phase
+before the first of a fresh barrier counts as complete. All three partitions walk the same tiles.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
