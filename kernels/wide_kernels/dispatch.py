@@ -46,7 +46,7 @@ OPERATORS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "route_layout": ("wide_kernels.layout", ("triton", "torch")),
     "gemm_mn": ("wide_kernels.gemm_mn.launch", ("gluon", "triton", "torch")),
     "gated_mlp_up": ("wide_kernels.gemm_mn.launch", ("gluon", "triton", "torch")),
-    "gemm_k": ("wide_kernels.gemm_k.launch", ("triton", "torch")),
+    "gemm_k": ("wide_kernels.gemm_k.launch", ("gluon", "triton", "torch")),
     "attention_prefill": ("wide_kernels.attention_prefill.launch", ("torch",)),
     "attention_decode": ("wide_kernels.attention_decode.launch", ("torch",)),
     "norm_route": ("wide_kernels.norm_route.launch", ("triton", "torch")),
@@ -98,6 +98,11 @@ def _has_triton() -> bool:
 @cache
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device is a GPU of compute capability 9.0."""
+    return device.type == "cuda" and _capability(device.index or 0) == (9, 0)
 
 
 def _triton_refusal(problem: Problem) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import wide_kernels as wk
+from wide_kernels import dispatch
+from wide_kernels.gemm_k import launch
+from wide_kernels.gemm_k.configs import MANY_ROWS
 from wide_kernels.tuning.table import force
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,6 +59,10 @@ def test_rows_of_a_segment_are_sorted_so_that_neighbours_differ_in_few_groups(
         expected = torch.sort(ranks, stable=True).indices
         assert found.order[segment].tolist() == expected.tolist()
         assert found.patterns[segment].tolist() == pattern.cpu()[expected].tolist()
+        halves = [0] * (2 * -(-rows // 128))
+        for place, bits in enumerate(pattern.cpu()[expected].tolist()):
+            halves[place // 64] |= bits
+        assert found.needed[segment].flatten().tolist() == halves
 
 
 @pytest.mark.parametrize(
@@ -104,6 +112,38 @@ def test_a_few_rows_split_over_k_give_the_same_sum(splits: int) -> None:
 def test_no_rows_give_no_rows(backend: str) -> None:
     h, weight, residual, mask = example(3, 2)
     assert wk.gemm_k(h[:0], weight, mask=mask[:0], residual=residual[:0], backend=backend).shape == (0, 48)
+
+
+def test_auto_adds_in_bf16_only_for_many_bf16_rows_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    many, few = torch.empty(MANY_ROWS, 16, dtype=torch.bfloat16), torch.empty(MANY_ROWS - 1, 16, dtype=torch.bfloat16)
+    assert launch.partial_sums(many, "auto", False) == "fp32"
+    monkeypatch.setattr(launch, "is_hopper", lambda device: True)
+    assert launch.partial_sums(many, "auto", False) == "bf16"
+    assert launch.partial_sums(many, "fp32", False) == "fp32"
+    assert launch.partial_sums(many, "auto", True) == "fp32"
+    assert launch.partial_sums(many.half(), "auto", False) == "fp32"
+    assert launch.partial_sums(few, "auto", False) == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "groups", "accumulate", "complaint"),
+    [
+        (300, torch.bfloat16, 2, "bf16", None),
+        (300, torch.float16, 2, "fp32", "it takes bfloat16, not torch.float16"),
+        (64, torch.bfloat16, 2, "bf16", "more than 64 rows, got 64"),
+        (300, torch.bfloat16, 2, "fp32", "adds partial sums in bf16, here accumulate is fp32"),
+        (300, torch.bfloat16, 4, "bf16", "must be a multiple of 64, got 32"),
+    ],
+)
+def test_what_the_hopper_kernel_does_not_take_is_named(
+    rows: int, dtype: torch.dtype, groups: int, accumulate: str, complaint: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "_capability", lambda index: (9, 0))
+    monkeypatch.setattr(dispatch, "TRITON_VERSION", (3, 6))
+    h, weight = torch.empty(rows, 128, dtype=dtype), torch.empty(48, 128, dtype=dtype)
+    problem = launch.gemm_k_problem(h, weight, accumulate=accumulate, mask=torch.ones(rows, groups, dtype=torch.bool))
+    refusal = dispatch._REFUSALS["gluon"](replace(problem, device=torch.device("cuda", 0)))
+    assert refusal is None if complaint is None else complaint in str(refusal)
 
 
 H, WEIGHT, RESIDUAL, MASK = (tensor.cpu() for tensor in example(3, 2))

@@ -8,7 +8,9 @@ from wide_kernels.gemm_k.segments import segment_length
 from wide_kernels.tuning.table import forced
 from wide_kernels.tuning.tiles import largest_power, padded_rows
 
+CHANNEL_STEP = 64  # of the kernel for Hopper: 128 bytes, a swizzled row in shared memory
 FEW_ROWS = 64  # up to here a tile holds all rows and the mask is read as it is
+MANY_ROWS = 2048  # from here on segments are long enough for few roundings, and scattering fp32 costs most of the time
 PROGRAMS = 1024  # enough to keep the memory of a large GPU busy while each reads a few kilobytes at a time
 SLAB_BYTES = 32 << 20  # of the output: what stays in a 50 MB L2 beside the operands; scattering there is twice as fast
 
@@ -21,6 +23,18 @@ def tile_config(rows: int, columns: int, width: int, dtype: torch.dtype) -> dict
     config["BM"] = min(config["BM"], padded_rows(rows))
     config["BN"] = min(config["BN"], padded_rows(columns))
     config["BK"] = largest_power(width, config["BK"])
+    return config
+
+
+def gluon_config(columns: int) -> dict[str, int]:
+    """For many rows on Hopper: STAGES x (128 + BN) x 128 bytes and BUFFERS x 128 x BN of its 227 KB of shared memory.
+
+    Registers of a thread: three warpgroups share 64 K, the first multiplying one takes what the others leave.
+    """
+    config = {"BN": 256, "STAGES": 3, "BUFFERS": 2}
+    config |= {"MULTIPLY_REGISTERS": 192, "MOVE_REGISTERS": 120}
+    config |= forced("gemm_k_gluon")
+    config["BN"] = min(config["BN"], max(64, padded_rows(columns)))
     return config
 
 

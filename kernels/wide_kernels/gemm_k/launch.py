@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from wide_kernels.checks import group_width, same_kind, same_size, shape_of, strided
-from wide_kernels.dispatch import Problem, choose
+from wide_kernels.dispatch import Problem, choose, is_hopper
 from wide_kernels.errors import UnsupportedError
+from wide_kernels.gemm_k.configs import CHANNEL_STEP, FEW_ROWS, MANY_ROWS
 from wide_kernels.gemm_k.reference import gemm_k_reference
 from wide_kernels.gemm_mn.reference import zero_skipped
 from wide_kernels.layout import RouteLayout, decision
@@ -32,16 +33,26 @@ def gemm_k(
 
     h [T, K], weight [N, K], residual [T, N] -> [T, N] in the dtype of h. The K channels are cut into N_G groups; the
     ones that a token skips are never read, whatever stands there. Give `layout`, or for a few rows `mask` bool [T,
-    N_G]. `accumulate`: how partial sums of many rows meet: fp32, or bf16 (faster, only for bfloat16 operands, its error
-    is that of a few roundings); auto is fp32. Their order is not fixed, so results may differ in the last bits from run
-    to run; `deterministic=True` fixes it (and takes fp32). Differentiable in h, weight and residual. Raises
-    UnsupportedError.
+    N_G]. `accumulate`: how partial sums of many rows meet: in fp32, rounded once (relative error in bfloat16: 2e-3), or
+    in bf16, rounded whenever a segment of groups is added (5e-3 at 16 segments; much faster, only for bfloat16
+    operands). auto is bf16 for bfloat16 operands of at least MANY_ROWS rows on a Hopper GPU, else fp32. The order of
+    the additions is not fixed, so results may differ in the last bits from run to run; `deterministic=True` fixes it
+    bit for bit (and takes fp32). Differentiable in h, weight and residual. Raises UnsupportedError.
     """
+    accumulate = partial_sums(h, accumulate, deterministic)
     problem = gemm_k_problem(h, weight, layout, residual, accumulate, deterministic, mask=mask)
     chosen = choose(problem, backend)
     routed = decision("gemm_k", h, layout, mask)
     y = torch.ops.wide_kernels.gemm_k(h, weight, routed, residual, accumulate, deterministic, chosen)
     return cast(Tensor, y)
+
+
+def partial_sums(h: Tensor, accumulate: str, deterministic: bool) -> str:
+    """How partial sums meet: `accumulate` itself, with auto decided."""
+    if accumulate != "auto":
+        return accumulate
+    halves = h.dtype is torch.bfloat16 and h.dim() == 2 and h.shape[0] >= MANY_ROWS and not deterministic
+    return "bf16" if halves and is_hopper(h.device) else "fp32"
 
 
 def gemm_k_problem(
@@ -71,7 +82,22 @@ def gemm_k_problem(
         same_size(op, "T of residual", residual_rows, rows)
         same_size(op, "N of residual", residual_columns, columns)
     width = group_width(op, "K", depth, decision(op, h, layout, mask).shape[1])
-    return Problem(op, h.device, h.dtype, {"N": columns, "the group width": width}, strided(weight=weight))
+    refusal = _gluon_refusal(h, width, partial_sums(h, accumulate, deterministic))
+    sizes = {"N": columns, "the group width": width}
+    return Problem(op, h.device, h.dtype, sizes, strided(weight=weight), {"gluon": refusal} if refusal else {})
+
+
+def _gluon_refusal(h: Tensor, width: int, accumulate: str) -> str | None:
+    """What the kernel for Hopper does not take: it is one for many rows that adds in bf16, in steps of 64 channels."""
+    if h.dtype is not torch.bfloat16:
+        return f"it takes bfloat16, not {h.dtype}"
+    if h.shape[0] <= FEW_ROWS:
+        return f"it is for more than {FEW_ROWS} rows, got {h.shape[0]}"
+    if accumulate != "bf16":
+        return f"it adds partial sums in bf16, here accumulate is {accumulate} (auto is bf16 from {MANY_ROWS} rows on)"
+    if width % CHANNEL_STEP:
+        return f"the group width must be a multiple of {CHANNEL_STEP}, got {width}"
+    return None
 
 
 @torch.library.custom_op(
@@ -89,10 +115,14 @@ def _gemm_k(
     deterministic: bool,
     backend: str,
 ) -> Tensor:
-    if backend == "triton":
-        from wide_kernels.gemm_k.triton import project
+    if backend == "gluon":
+        from wide_kernels.gemm_k import gluon
 
-        return project(h, weight, mask, residual, accumulate, deterministic)
+        return gluon.project(h, weight, mask, residual)
+    if backend == "triton":
+        from wide_kernels.gemm_k import triton
+
+        return triton.project(h, weight, mask, residual, accumulate, deterministic)
     return gemm_k_reference(h, weight, mask, residual)
 
 

@@ -11,13 +11,7 @@ from torch import Tensor
 from wide_kernels.dispatch import on_device_of
 from wide_kernels.errors import UnsupportedError
 from wide_kernels.gemm_k.configs import FEW_ROWS, few_rows_config, slab_columns, sorted_groups, tile_config
-from wide_kernels.gemm_k.sorting import SortedPatterns, sort_patterns
-
-
-@triton.jit
-def either(a, b):
-    """Bitwise or, for reductions."""
-    return a | b
+from wide_kernels.gemm_k.sorting import SortedPatterns, either, sort_patterns
 
 
 @triton.jit(do_not_specialize=["rows", "first_segment"])  # first_column is a multiple of 16: it keeps adds vectorised
