@@ -1,4 +1,4 @@
-"""Candidate configurations of each Triton kernel, timed against each other with the launcher as it is."""
+"""Candidate configurations of each kernel, timed against each other with the launcher as it is."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ def candidates(kernel: str) -> Iterator[dict[str, int]]:
         tiles += [(128, 256, 8)] if kernel == "gemm_k" else [(64, 128, 4)]
         for (bm, bn, warps), stages in itertools.product(tiles, (3, 4)):
             yield {"BM": bm, "BN": bn, "BK": 64, "num_warps": warps, "num_stages": stages}
+    elif kernel == "gemm_k_gluon":
+        for bn, stages, buffers in ((256, 3, 2), (256, 4, 1), (256, 2, 2), (128, 4, 2), (128, 6, 2)):
+            yield {"BN": bn, "STAGES": stages, "BUFFERS": buffers}
     elif kernel == "gemm_k_order":
         for segment, megabytes in itertools.product((4, 6, 7, 8), (16, 32, 64, 1024)):
             yield {"S": segment, "SLAB_MB": megabytes}

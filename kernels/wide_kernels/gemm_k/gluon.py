@@ -64,8 +64,10 @@ def tile_at(index, row_tiles, column_tiles, SEGMENTS: gl.constexpr, SLAB: gl.con
 
 
 @gluon.jit
-def needed_groups(needed, segment, row_tile, row_tiles):
-    """Bits of the groups that rows of each half of the tile run."""
+def needed_groups(needed, index, row_tiles, column_tiles, SEGMENTS: gl.constexpr, SLAB: gl.constexpr):
+    """Bits of the groups that rows of each half of the index-th tile run; asked for a tile ahead, as it takes long."""
+    index = gl.minimum(index, SEGMENTS * row_tiles * column_tiles - 1)
+    segment, row_tile, _ = tile_at(index, row_tiles, column_tiles, SEGMENTS, SLAB)
     entry = needed + (segment * row_tiles + row_tile) * 2
     return gl.load(entry), gl.load(entry + 1)
 
@@ -81,9 +83,11 @@ def load_partition(
     local = gl.arange(0, HALF, gl.SliceLayout(1, layout))
     depth = gl.arange(0, DEPTH, gl.SliceLayout(0, layout))
     step = 0
+    low, high = needed_groups(needed, gl.program_id(0), row_tiles, column_tiles, SEGMENTS, SLAB)
     for index in range(gl.program_id(0), SEGMENTS * row_tiles * column_tiles, gl.num_programs(0)):
+        ahead = index + gl.num_programs(0)
+        next_low, next_high = needed_groups(needed, ahead, row_tiles, column_tiles, SEGMENTS, SLAB)
         segment, row_tile, column_tile = tile_at(index, row_tiles, column_tiles, SEGMENTS, SLAB)
-        low, high = needed_groups(needed, segment, row_tile, row_tiles)
         place = row_tile * (2 * HALF) + local
         start = segment.to(gl.int64) * rows
         row0 = gl.load(order + start + place, mask=place < rows, other=0)
@@ -106,6 +110,7 @@ def load_partition(
                 gather_rows(ring.index(2 * stage + 1), h1 + k, mask=runs1[:, None])
                 async_copy.mbarrier_arrive(filled.index(stage), increment_count=False)
                 step += 1
+        low, high = next_low, next_high
 
 
 @gluon.jit
@@ -119,9 +124,9 @@ def multiply_partition(
     takes_turns: gl.constexpr = BUFFERS == 1 and HALF_INDEX == 1
     step = 0
     tile = 0
+    low, high = needed_groups(needed, gl.program_id(0), row_tiles, column_tiles, SEGMENTS, SLAB)
     for index in range(gl.program_id(0), SEGMENTS * row_tiles * column_tiles, gl.num_programs(0)):
-        segment, row_tile, _ = tile_at(index, row_tiles, column_tiles, SEGMENTS, SLAB)
-        low, high = needed_groups(needed, segment, row_tile, row_tiles)
+        ahead = index + gl.num_programs(0)
         union = low | high
         own = high if HALF_INDEX == 1 else low
         if union != 0:
@@ -149,12 +154,17 @@ def multiply_partition(
                     mbarrier.wait(filled.index(stage), step // STAGES & 1)
                     mbarrier.arrive(emptied.index(stage), count=1)
                     step += 1
+            # Here, where the last product is still running, asking costs nothing.
+            next_low, next_high = needed_groups(needed, ahead, row_tiles, column_tiles, SEGMENTS, SLAB)
             result = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             mbarrier.arrive(emptied.index(gl.maximum(held, 0)), count=1, pred=held >= 0)
             mbarrier.wait(free.index(HALF_INDEX), (tile & 1) if takes_turns else (tile & 1) ^ 1)
             staging.index(HALF_INDEX % BUFFERS).store(result.to(gl.bfloat16))
             mbarrier.arrive(staged.index(HALF_INDEX), count=1)
             tile += 1
+        else:
+            next_low, next_high = needed_groups(needed, ahead, row_tiles, column_tiles, SEGMENTS, SLAB)
+        low, high = next_low, next_high
 
 
 @gluon.jit
@@ -182,9 +192,11 @@ def scatter_partition(
     local = gl.arange(0, quarter, gl.SliceLayout(1, layout))
     columns = gl.arange(0, BN, gl.SliceLayout(0, layout))
     tile = 0
+    low, high = needed_groups(needed, gl.program_id(0), row_tiles, column_tiles, SEGMENTS, SLAB)
     for index in range(gl.program_id(0), SEGMENTS * row_tiles * column_tiles, gl.num_programs(0)):
+        ahead = index + gl.num_programs(0)
+        next_low, next_high = needed_groups(needed, ahead, row_tiles, column_tiles, SEGMENTS, SLAB)
         segment, row_tile, column_tile = tile_at(index, row_tiles, column_tiles, SEGMENTS, SLAB)
-        low, high = needed_groups(needed, segment, row_tile, row_tiles)
         if (low | high) != 0:
             start = segment.to(gl.int64) * rows
             place = row_tile * (2 * HALF) + local
@@ -204,6 +216,7 @@ def scatter_partition(
             mbarrier.arrive(free.index(1 if BUFFERS == 2 else 0), count=1)
             scatter_rows(out, rows3, column, last, N)
             tile += 1
+        low, high = next_low, next_high
 
 
 @gluon.jit(do_not_specialize=["rows", "row_tiles"])
