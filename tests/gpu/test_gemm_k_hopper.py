@@ -42,7 +42,7 @@ def test_it_agrees_with_float64_and_reads_only_what_is_executed(case: Case, conf
     layout = wk.route_layout(mask)
     for added in (None, residual):
         poison_free_memory(case.rows * case.other, torch.bfloat16, "cuda")
-        with force("gemm_k_gluon", config):
+        with force("hopper_k", config):
             y = wk.gemm_k(h, down, layout, added, accumulate="bf16", backend="gluon")
         clean = (torch.nan_to_num(h.double()), torch.nan_to_num(down.double()))
         expected = gemm_k_reference(*clean, mask, None if added is None else added.double())

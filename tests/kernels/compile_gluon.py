@@ -13,6 +13,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from wide_kernels.gemm_k import configs as k_configs
+from wide_kernels.gemm_k import gluon as k_kernels
 from wide_kernels.gemm_mn import configs as mn_configs
 from wide_kernels.gemm_mn import gluon as mn_kernels
 
@@ -25,14 +27,25 @@ def compiled(kernel: Any, types: dict[str, str], values: dict[str, Any]) -> dict
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
     constants = {(names.index(name),): value for name, value in values.items() if name not in OPTIONS}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or name == "stride_h"
+    }
     binary = triton.compile(
         GluonASTSource(kernel, signature, constants, aligned),
         target=GPUTarget("cuda", 90, 32),
         options={key: values[key] for key in OPTIONS if key in values},
     )
     ptx = binary.asm["ptx"]
-    marks = ("wgmma.mma_async", "m64n256k16", "cp.async.cg.shared", "cp.async.bulk.tensor", "setmaxnreg")
+    marks = (
+        "wgmma.mma_async",
+        "m64n256k16",
+        "cp.async.cg.shared",
+        "cp.async.bulk.tensor",
+        "setmaxnreg",
+        "add.noftz.v8.bf16",
+    )
     return {"shared": binary.metadata.shared} | {mark: ptx.count(mark) for mark in marks}
 
 
@@ -47,10 +60,23 @@ def gemm_mn(width: int, gated: bool, dtype: str) -> tuple[Any, dict[str, str], d
     return mn_kernels.persistent_kernel, types, values | {"ACTIVATION": "silu" if gated else "relu"} | config
 
 
+def gemm_k(width: int, stages: int, buffers: int) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    """The same of GEMM-K."""
+    config = k_configs.hopper_config(D) | {"STAGES": stages, "BUFFERS": buffers}
+    groups = F // width
+    length = k_configs.sorted_groups(T, groups)
+    types = dict.fromkeys(("h", "out"), "*bf16") | dict.fromkeys(("order", "patterns", "needed"), "*i32")
+    types |= dict.fromkeys(("rows", "stride_h", "row_tiles"), "i32")
+    types["weight"] = f"tensordesc<bf16[{config['BN']}, {k_configs.CHANNEL_STEP}],{mn_kernels.SHARED.value!r}>"
+    values = {"N": D, "G": width, "S": length, "SEGMENTS": -(-groups // length), "SLAB": 4, "num_warps": 4}
+    return k_kernels.persistent_kernel, types, values | config
+
+
 def main() -> None:
     """Compile everything."""
     kernels = {f"gemm_mn {width}": gemm_mn(width, False, "bf16") for width in (16, 128, 256)}
     kernels |= {f"gated_mlp_up {width}": gemm_mn(width, True, "fp16") for width in (64, 128)}
+    kernels |= {f"gemm_k {width}": gemm_k(width, *ring) for width, ring in ((64, (4, 1)), (128, (3, 2)), (512, (3, 2)))}
     found = {name: compiled(*kernel) for name, kernel in kernels.items()}
     print(json.dumps({"triton": triton.__version__, "kernels": found}))
 

@@ -15,12 +15,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from wide_kernels import compaction
 from wide_kernels.gemm_k import configs as k_configs
-from wide_kernels.gemm_k import gluon as k_gluon
 from wide_kernels.gemm_k import sorting
 from wide_kernels.gemm_k import triton as k_kernels
 from wide_kernels.gemm_k.segments import TILE_ROWS
@@ -45,7 +42,7 @@ def compiled(kernel: Any, types: str, values: dict[str, Any], target: GPUTarget)
         for i, name in enumerate(kernel.arg_names)
         if signature[name].startswith("*") or name.startswith("stride") or name == "first_column"
     }
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, aligned)
+    source = ASTSource(kernel, signature, constants, aligned)
     binary = triton.compile(source, target=target, options={key: values[key] for key in OPTIONS if key in values})
     ptx = binary.asm["ptx"]
     adds = [int(width or 1) for width in re.findall(r"(?:red|atom)\.global\S*add(?:\.noftz)?(?:\.v(\d))?", ptx)]
@@ -115,22 +112,6 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
     return found
 
 
-def hopper_kernels() -> dict[str, tuple[Any, str, dict[str, Any]]]:
-    """The kernels in Gluon, all in bfloat16."""
-    config = k_configs.gluon_config(D)
-    block = [config["BN"], k_configs.CHANNEL_STEP]
-    weight = f"tensordesc<bf16{block},{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
-    values: dict[str, Any] = {"N": D, "G": G, "S": k_configs.sorted_groups(T, GROUPS), "SEGMENTS": 16, "SLAB": 4}
-    return {
-        f"gluon_k {stages}": (
-            k_gluon.persistent_kernel,
-            f"*bf16 {weight.replace(' ', '')} *bf16 *i32 *i32 *i32 i32 i32 i32",
-            values | config | {"STAGES": stages, "BUFFERS": buffers, "num_warps": 4},
-        )
-        for stages, buffers in ((3, 2), (4, 1))
-    }
-
-
 def sorting_kernels() -> dict[str, tuple[Any, str, dict[str, Any]]]:
     """The kernels that only see masks."""
     block: dict[str, Any] = {"N_G": GROUPS, "BLOCK_T": compaction.BLOCK_ROWS, "BLOCK_G": compaction.BLOCK_GROUPS}
@@ -156,8 +137,7 @@ def main() -> None:
     """Compile everything for the target named on the command line, in bf16 or the dtypes named after it."""
     target = GPUTarget("cuda", int(sys.argv[1].removeprefix("sm_")), 32)
     result: dict[str, Any] = {"triton": triton.__version__, "target": sys.argv[1], "kernels": {}}
-    once = sorting_kernels() | (hopper_kernels() if target.arch == 90 else {})
-    for name, (kernel, types, values) in once.items():
+    for name, (kernel, types, values) in sorting_kernels().items():
         result["kernels"][name] = compiled(kernel, types, values, target)
     for dtype in sys.argv[2:] or ["bfloat16"]:
         for name, (kernel, types, values) in kernels(getattr(torch, dtype)).items():

@@ -20,7 +20,7 @@ def candidates(kernel: str) -> Iterator[dict[str, int]]:
         tiles += [(128, 256, 8)] if kernel == "gemm_k" else [(64, 128, 4)]
         for (bm, bn, warps), stages in itertools.product(tiles, (3, 4)):
             yield {"BM": bm, "BN": bn, "BK": 64, "num_warps": warps, "num_stages": stages}
-    elif kernel == "gemm_k_gluon":
+    elif kernel == "hopper_k":
         for bn, stages, buffers in ((256, 3, 2), (256, 4, 1), (256, 2, 2), (128, 4, 2), (128, 6, 2)):
             yield {"BN": bn, "STAGES": stages, "BUFFERS": buffers}
     elif kernel == "gemm_k_order":

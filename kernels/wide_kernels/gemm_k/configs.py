@@ -26,14 +26,14 @@ def tile_config(rows: int, columns: int, width: int, dtype: torch.dtype) -> dict
     return config
 
 
-def gluon_config(columns: int) -> dict[str, int]:
+def hopper_config(columns: int) -> dict[str, int]:
     """For many rows on Hopper: STAGES x (128 + BN) x 128 bytes and BUFFERS x 128 x BN of its 227 KB of shared memory.
 
     Registers of a thread: three warpgroups share 64 K, the first multiplying one takes what the others leave.
     """
     config = {"BN": 256, "STAGES": 3, "BUFFERS": 2}
     config |= {"MULTIPLY_REGISTERS": 192, "MOVE_REGISTERS": 120}
-    config |= forced("gemm_k_gluon")
+    config |= forced("hopper_k")
     config["BN"] = min(config["BN"], max(64, padded_rows(columns)))
     return config
 

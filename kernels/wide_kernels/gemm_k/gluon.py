@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from wide_kernels.dispatch import on_device_of
-from wide_kernels.gemm_k.configs import CHANNEL_STEP, gluon_config, slab_columns, sorted_groups
+from wide_kernels.gemm_k.configs import CHANNEL_STEP, hopper_config, slab_columns, sorted_groups
 from wide_kernels.gemm_k.segments import TILE_ROWS
 from wide_kernels.gemm_k.sorting import sort_patterns
 
@@ -271,7 +271,7 @@ def project(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None) ->
     h = h if h.stride(1) == 1 and h.stride(0) % 16 == 0 and h.data_ptr() % 16 == 0 else h.contiguous()
     weight = weight if weight.data_ptr() % 16 == 0 else weight.clone()
     out = h.new_zeros(rows, columns) if residual is None else residual.clone(memory_format=torch.contiguous_format)
-    config = gluon_config(columns)
+    config = hopper_config(columns)
     slab = slab_columns(rows, columns, out.element_size(), config["BN"]) // config["BN"]
     with on_device_of(h):
         found = sort_patterns(mask.contiguous(), sorted_groups(rows, groups))

@@ -14,7 +14,7 @@ TUNED = {
     "hopper_gated": "gated_mlp_up",
     "gated_mlp_up": "gated_mlp_up",
     "gemm_k": "gemm_k",
-    "gemm_k_gluon": "gemm_k",
+    "hopper_k": "gemm_k",
     "gemm_k_order": "gemm_k",
     "few_rows_mn": "gemm_mn",
     "few_rows_gated": "gated_mlp_up",
