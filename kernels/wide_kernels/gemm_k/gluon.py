@@ -83,10 +83,10 @@ def load_partition(
     local = gl.arange(0, HALF, gl.SliceLayout(1, layout))
     depth = gl.arange(0, DEPTH, gl.SliceLayout(0, layout))
     step = 0
-    low, high = needed_groups(needed, gl.program_id(0), row_tiles, column_tiles, SEGMENTS, SLAB)
     for index in range(gl.program_id(0), SEGMENTS * row_tiles * column_tiles, gl.num_programs(0)):
-        ahead = index + gl.num_programs(0)
-        next_low, next_high = needed_groups(needed, ahead, row_tiles, column_tiles, SEGMENTS, SLAB)
+        # Not asked for a tile ahead: it comes with the rows. (Carried over tiles, Triton 3.6 reads the first tile's.)
+        low, high = needed_groups(needed, index, row_tiles, column_tiles, SEGMENTS, SLAB)
+        union = low | high
         segment, row_tile, column_tile = tile_at(index, row_tiles, column_tiles, SEGMENTS, SLAB)
         place = row_tile * (2 * HALF) + local
         start = segment.to(gl.int64) * rows
@@ -100,7 +100,7 @@ def load_partition(
             first = (segment * S + slot) * G
             runs0 = ((bits0 >> slot) & 1) != 0
             runs1 = ((bits1 >> slot) & 1) != 0
-            for part in range((((low | high) >> slot) & 1) * (G // DEPTH)):
+            for part in range(((union >> slot) & 1) * (G // DEPTH)):
                 stage = step % STAGES
                 k = first + part * DEPTH
                 mbarrier.wait(emptied.index(stage), (step // STAGES & 1) ^ 1)
@@ -110,7 +110,6 @@ def load_partition(
                 gather_rows(ring.index(2 * stage + 1), h1 + k, mask=runs1[:, None])
                 async_copy.mbarrier_arrive(filled.index(stage), increment_count=False)
                 step += 1
-        low, high = next_low, next_high
 
 
 @gluon.jit

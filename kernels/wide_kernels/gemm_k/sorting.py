@@ -1,7 +1,8 @@
 """Triton: rows sorted by which groups of a segment they run, so that the rows of a tile agree.
 
 A segment is a run of adjacent groups; a row's pattern there is a few bits. Sorted in Gray-code order, neighbours differ
-in few bits, so a tile needs few groups beyond those that its rows run. A counting sort: three short launches, stable.
+in few bits, so a tile needs few groups beyond those that its rows run. A counting sort in two short launches, stable:
+each block of rows is counted, then sorted by itself and put where its patterns begin.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -18,7 +19,8 @@ from wide_kernels.dispatch import on_device_of
 from wide_kernels.gemm_k.segments import TILE_ROWS
 from wide_kernels.tuning.tiles import padded_rows
 
-SCAN = 4096
+BLOCK_ROWS = 1024
+BLOCK_PARTS = 16
 
 
 @triton.jit
@@ -28,8 +30,8 @@ def either(a, b):
 
 
 @triton.jit
-def row_patterns(mask, row, rows, segment, N_G: tl.constexpr, S: tl.constexpr):
-    """(pattern, Gray rank) of each row in a segment; the rank of rows past the end is -1."""
+def gray_ranks(mask, row, rows, segment, N_G: tl.constexpr, S: tl.constexpr):
+    """Place of each row's pattern in Gray-code order; 2^S for rows past the end."""
     pattern = tl.zeros(row.shape, tl.int32)
     inside = row < rows
     for j in tl.static_range(S):
@@ -39,73 +41,74 @@ def row_patterns(mask, row, rows, segment, N_G: tl.constexpr, S: tl.constexpr):
     rank = pattern ^ (pattern >> 1)
     rank ^= rank >> 2
     rank ^= rank >> 4
-    return pattern, tl.where(inside, rank, -1)
+    return tl.where(inside, rank, 1 << S)
 
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def count_kernel(mask, counts, rows, blocks, N_G: tl.constexpr, S: tl.constexpr, BLOCK_T: tl.constexpr):
-    """counts[segment, rank, block] = rows of the block with that rank."""
+    """counts[segment, block, rank] = rows of the block with that rank."""
     block = tl.program_id(0)
     segment = tl.program_id(1)
     row = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    _, rank = row_patterns(mask, row, rows, segment, N_G, S)
-    bins = tl.arange(0, 1 << S)
-    hits = (rank[:, None] == bins[None, :]).to(tl.int32)
-    target = counts + (segment.to(tl.int64) * (1 << S) + bins) * blocks + block
-    tl.store(target, tl.sum(hits, 0))
+    rank = gray_ranks(mask, row, rows, segment, N_G, S)
+    found = tl.histogram(rank, 2 << S)  # the upper half counts rows past the end
+    bins = tl.arange(0, 2 << S)
+    tl.store(counts + (segment * blocks + block) * (1 << S) + bins, found, mask=bins < (1 << S))
 
 
-@triton.jit(do_not_specialize=["size"])
-def scan_kernel(counts, size, BLOCK: tl.constexpr):
-    """Counts of one segment become the place of the first row, in rank-major order (an exclusive sum)."""
-    counts += tl.program_id(0).to(tl.int64) * size
-    carry = tl.zeros((1,), tl.int32)
-    for start in range(0, size, BLOCK):
-        entry = start + tl.arange(0, BLOCK)
-        value = tl.load(counts + entry, mask=entry < size, other=0)
-        tl.store(counts + entry, carry + tl.cumsum(value, 0) - value, mask=entry < size)
-        carry += tl.sum(value, 0)
-
-
-@triton.jit(do_not_specialize=["rows", "blocks"])
+@triton.jit(do_not_specialize=["rows", "blocks", "tiles"])
 def place_kernel(
     mask,
-    first,
+    counts,
     order,
     patterns,
     needed,
     rows,
     blocks,
+    tiles,
     N_G: tl.constexpr,
     S: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Put each row where its rank and its block begin, plus the rows of the same rank before it in the block.
+    """Put each row behind all rows of lower rank and those of its rank in earlier blocks or before it in its own.
 
-    And find what the block-th tile of sorted rows needs, half by half: the patterns whose range of places meets it.
+    And find what each half of the block's tiles of sorted rows needs: the patterns whose range of places meets it.
     """
     block = tl.program_id(0)
     segment = tl.program_id(1)
-    row = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    pattern, rank = row_patterns(mask, row, rows, segment, N_G, S)
-    local = tl.arange(0, BLOCK_T)
-    before = (rank[:, None] == rank[None, :]) & (local[None, :] < local[:, None])
-    place = tl.load(first + (segment.to(tl.int64) * (1 << S) + rank) * blocks + block, mask=row < rows, other=0)
-    place += tl.sum(before.to(tl.int32), 1)
-    base = segment.to(tl.int64) * rows
-    tl.store(order + base + place, row, mask=row < rows)
-    tl.store(patterns + base + place, pattern, mask=row < rows)
     bins = tl.arange(0, 1 << S)
-    start = tl.load(first + (segment.to(tl.int64) * (1 << S) + bins) * blocks)
-    ahead = first + (segment.to(tl.int64) * (1 << S) + bins + 1) * blocks
-    end = tl.load(ahead, mask=bins < (1 << S) - 1, other=0)
-    end = tl.where(bins < (1 << S) - 1, end, rows)
-    for half in tl.static_range(2):
-        begin = (block * 2 + half) * HALF
-        meets = (start < end) & (start < begin + HALF) & (end > begin)
+    total = tl.zeros((1 << S,), tl.int32)
+    before = tl.zeros((1 << S,), tl.int32)
+    for start in range(0, blocks, BLOCK_P):
+        part = start + tl.arange(0, BLOCK_P)
+        entry = counts + (segment * blocks + part)[:, None] * (1 << S) + bins[None, :]
+        value = tl.load(entry, mask=(part < blocks)[:, None], other=0)
+        total += tl.sum(value, 0)
+        before += tl.sum(tl.where((part < block)[:, None], value, 0), 0)
+    own = tl.load(counts + (segment * blocks + block) * (1 << S) + bins)
+    end = tl.cumsum(total, 0)
+    first = end - total
+    # Sorted rows of a block: all those of a rank follow each other, so their places do.
+    shift = first + before - (tl.cumsum(own, 0) - own)
+    row = block * BLOCK_T + tl.arange(0, BLOCK_T)
+    rank = gray_ranks(mask, row, rows, segment, N_G, S)
+    position = tl.arange(0, BLOCK_T)
+    key = tl.sort(rank * BLOCK_T + position)
+    rank = key // BLOCK_T
+    inside = rank < (1 << S)
+    row = block * BLOCK_T + key % BLOCK_T
+    place = position + tl.gather(shift, tl.minimum(rank, (1 << S) - 1), 0)
+    target = segment.to(tl.int64) * rows + place
+    tl.store(order + target, row, mask=inside)
+    tl.store(patterns + target, rank ^ (rank >> 1), mask=inside)
+    for half in tl.static_range(BLOCK_T // HALF):
+        begin = block * BLOCK_T + half * HALF
+        meets = (total > 0) & (first < begin + HALF) & (end > begin)
         union = tl.reduce(tl.where(meets, bins ^ (bins >> 1), 0), 0, either)
-        tl.store(needed + (segment * blocks + block) * 2 + half, union)
+        index = block * (BLOCK_T // HALF) + half
+        tl.store(needed + segment * tiles * 2 + index, union, mask=index < tiles * 2)
 
 
 @dataclass(frozen=True)
@@ -130,29 +133,17 @@ def sort_patterns(mask: Tensor, length: int) -> SortedPatterns:
     """Sort the rows of a contiguous bool mask [T, N_G], T > 0, segment by segment; `length` is at most 8."""
     rows, groups = mask.shape
     segments = triton.cdiv(groups, length)
-    block_rows = min(TILE_ROWS, padded_rows(rows))
-    blocks = triton.cdiv(rows, block_rows)
-    size = blocks << length
-    counts = torch.empty(segments, size, dtype=torch.int32, device=mask.device)
+    block_rows = max(TILE_ROWS, min(BLOCK_ROWS, padded_rows(rows)))
+    blocks, tiles = triton.cdiv(rows, block_rows), triton.cdiv(rows, TILE_ROWS)
+    counts = torch.empty(segments, blocks, 1 << length, dtype=torch.int32, device=mask.device)
     order = torch.empty(segments, rows, dtype=torch.int32, device=mask.device)
     patterns = torch.empty_like(order)
-    needed = torch.empty(segments, blocks, 2, dtype=torch.int32, device=mask.device)
-    flags = mask.view(torch.uint8)
+    needed = torch.empty(segments, tiles, 2, dtype=torch.int32, device=mask.device)
+    flags, grid = mask.view(torch.uint8), (blocks, segments)
     with on_device_of(mask):
-        count_kernel[(blocks, segments)](flags, counts, rows, blocks, groups, length, block_rows, num_warps=8)
-        scan_kernel[(segments,)](counts, size, min(SCAN, padded_rows(size)), num_warps=8)
-        place_kernel[(blocks, segments)](
-            flags,
-            counts,
-            order,
-            patterns,
-            needed,
-            rows,
-            blocks,
-            groups,
-            length,
-            block_rows,
-            TILE_ROWS // 2,
-            num_warps=8,
-        )
+        count_kernel[grid](flags, counts, rows, blocks, groups, length, block_rows)
+        place_kernel[grid](
+            flags, counts, order, patterns, needed, rows, blocks, tiles,
+            groups, length, block_rows, BLOCK_PARTS, TILE_ROWS // 2, num_warps=8,
+        )  # fmt: skip
     return SortedPatterns(order, patterns, needed, length)
