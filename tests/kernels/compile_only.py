@@ -115,7 +115,7 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
 def sorting_kernels() -> dict[str, tuple[Any, str, dict[str, Any]]]:
     """The kernels that only see masks."""
     block: dict[str, Any] = {"N_G": GROUPS, "BLOCK_T": compaction.BLOCK_ROWS, "BLOCK_G": compaction.BLOCK_GROUPS}
-    sort: dict[str, Any] = {"N_G": GROUPS, "S": 7, "BLOCK_T": TILE_ROWS, "num_warps": 8}
+    sort: dict[str, Any] = {"N_G": GROUPS, "S": 7, "BLOCK_T": sorting.BLOCK_ROWS}
     return {
         "layout_count": (compaction.count_kernel, "*u8 *i32 i32", block),
         "layout_place": (
@@ -124,11 +124,10 @@ def sorting_kernels() -> dict[str, tuple[Any, str, dict[str, Any]]]:
             block | {"BLOCK_P": compaction.BLOCK_PARTS},
         ),
         "sort_count": (sorting.count_kernel, "*u8 *i32 i32 i32", sort),
-        "sort_scan": (sorting.scan_kernel, "*i32 i32", {"BLOCK": sorting.SCAN, "num_warps": 8}),
         "sort_place": (
             sorting.place_kernel,
-            "*u8 *i32 *i32 *i32 *i32 i32 i32",
-            sort | {"HALF": TILE_ROWS // 2},
+            "*u8 *i32 *i32 *i32 *i32 i32 i32 i32",
+            sort | {"BLOCK_P": sorting.BLOCK_PARTS, "HALF": TILE_ROWS // 2, "num_warps": 8},
         ),
     }
 
