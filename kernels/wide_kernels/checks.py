@@ -8,6 +8,7 @@ from torch import Tensor
 from wide_kernels.errors import UnsupportedError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_HEAD_DIM = 256  # of the attention kernels: a program holds whole rows of the output
 
 
 def shape_of(op: str, name: str, tensor: Tensor, dims: str) -> tuple[int, ...]:

@@ -34,8 +34,8 @@ OPERATORS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gemm_mn": ("wide_kernels.gemm_mn.launch", ("triton", "torch")),
     "gated_mlp_up": ("wide_kernels.gemm_mn.launch", ("triton", "torch")),
     "gemm_k": ("wide_kernels.gemm_k.launch", ("triton", "torch")),
-    "attention_prefill": ("wide_kernels.attention_prefill.launch", ("torch",)),
-    "attention_decode": ("wide_kernels.attention_decode.launch", ("torch",)),
+    "attention_prefill": ("wide_kernels.attention_prefill.launch", ("triton", "torch")),
+    "attention_decode": ("wide_kernels.attention_decode.launch", ("triton", "torch")),
     "norm_route": ("wide_kernels.norm_route.launch", ("triton", "torch")),
 }
 
@@ -45,7 +45,7 @@ class Problem:
     """What a backend must know to accept or refuse: no tensor, only facts about them.
 
     `tile_sizes` names the sizes that must be multiples of 16 on tensor cores; `strided` names the weights that are not
-    contiguous, which would have to be copied at every call.
+    contiguous, which would have to be copied at every call; `limits` gives (size, largest size a kernel takes).
     """
 
     op: str
@@ -53,6 +53,7 @@ class Problem:
     dtype: torch.dtype
     tile_sizes: Mapping[str, int] = field(default_factory=dict)
     strided: tuple[str, ...] = ()
+    limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,9 @@ def _triton_refusal(problem: Problem) -> str | None:
     for name, size in problem.tile_sizes.items():
         if size % TILE:
             return f"{name} must be a multiple of {TILE}, got {size}"
+    for name, (size, limit) in problem.limits.items():
+        if size > limit:
+            return f"{name} must be at most {limit}, got {size}"
     if problem.strided:
         return f"{problem.strided[0]} must be contiguous; call .contiguous() once, outside of the loop"
     return None

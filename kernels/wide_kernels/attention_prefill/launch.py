@@ -1,4 +1,4 @@
-"""The public operator `attention_prefill`: checks, dispatch, registration. Only torch runs it so far."""
+"""The public operator `attention_prefill`: checks, dispatch, registration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wide_kernels.attention_prefill.reference import attention_prefill_reference
-from wide_kernels.checks import attention_sizes, group_width, mask_sizes, per_sequence, same_device, same_size
+from wide_kernels.checks import MAX_HEAD_DIM, attention_sizes, group_width, mask_sizes, per_sequence, same_device, same_size
 from wide_kernels.dispatch import Problem, choose
 from wide_kernels.layout import RouteLayout
 
@@ -34,7 +34,9 @@ def attention_prefill(
     gradients. Raises UnsupportedError.
     """
     chosen = choose(attention_prefill_problem(q, k, v, layout, causal, q_start, kv_start, scale), backend)
-    o = torch.ops.wide_kernels.attention_prefill(q, k, v, layout.mask, causal, q_start, kv_start, scale, chosen)
+    o = torch.ops.wide_kernels.attention_prefill(
+        q, k, v, layout.mask, layout.index, layout.count, causal, q_start, kv_start, scale, chosen
+    )
     return cast(Tensor, o)
 
 
@@ -56,26 +58,32 @@ def attention_prefill_problem(
     same_device(op, q, "the mask", layout.mask)
     same_size(op, "rows of the layout (B*T)", rows, batch * tokens)
     group_width(op, "H_q", heads, groups)
-    return Problem(op, q.device, q.dtype)
+    return Problem(op, q.device, q.dtype, {"head_dim": q.shape[3]}, limits={"head_dim": (q.shape[3], MAX_HEAD_DIM)})
 
 
 @torch.library.custom_op(
     "wide_kernels::attention_prefill",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor mask, bool causal, Tensor? q_start, Tensor? kv_start, float? scale,"
-    " str backend) -> Tensor",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor index, Tensor count, bool causal, Tensor? q_start,"
+    " Tensor? kv_start, float? scale, str backend) -> Tensor",
 )
 def _attention_prefill(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Tensor,
+    index: Tensor,
+    count: Tensor,
     causal: bool,
     q_start: Tensor | None,
     kv_start: Tensor | None,
     scale: float | None,
     backend: str,
 ) -> Tensor:
+    if backend == "triton":
+        from wide_kernels.attention_prefill.triton import attend
+
+        return attend(q, k, v, index, count, causal, q_start, kv_start, scale)
     return attention_prefill_reference(q, k, v, mask, causal, q_start, kv_start, scale)
 
 
