@@ -8,7 +8,6 @@ from torch import Tensor
 from wide_kernels.errors import UnsupportedError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MAX_HEAD_DIM = 256  # of the attention kernels: a program holds whole rows of the output
 
 
 def shape_of(op: str, name: str, tensor: Tensor, dims: str) -> tuple[int, ...]:
@@ -80,6 +79,11 @@ def attention_sizes(op: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int,
     if kv_heads == 0 or heads % kv_heads:
         raise UnsupportedError(f"{op}: H_k = {kv_heads} KV heads do not divide H_q = {heads} query heads evenly")
     return batch, tokens, heads
+
+
+def too_long_heads(size: int, limit: int = 256) -> dict[str, str]:
+    """What the Triton attention kernels refuse, as `Problem.refused` wants it: a program holds whole heads."""
+    return {"triton": f"head_dim must be at most {limit}, got {size}"} if size > limit else {}
 
 
 def per_sequence(op: str, first: Tensor, batch: int, **positions: Tensor | None) -> None:

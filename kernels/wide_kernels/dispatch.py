@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import cast
 
@@ -27,6 +28,18 @@ PREFERENCE = ("gluon", "triton", "torch")
 CHOICES = ("auto", *reversed(PREFERENCE))
 
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+GLUON_DTYPES = (torch.float16, torch.bfloat16)
+GLUON_SINCE = (3, 6)  # the Triton release whose Gluon the kernels are written for; it is experimental
+
+
+def _triton_version() -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in version("triton").split(".")[:2])
+    except PackageNotFoundError:
+        return ()
+
+
+TRITON_VERSION = _triton_version()  # read once: a traced call must not open files
 
 # Operator -> the module with `<operator>_problem`, and the backends that exist for it.
 OPERATORS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -34,7 +47,7 @@ OPERATORS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gemm_mn": ("wide_kernels.gemm_mn.launch", ("triton", "torch")),
     "gated_mlp_up": ("wide_kernels.gemm_mn.launch", ("triton", "torch")),
     "gemm_k": ("wide_kernels.gemm_k.launch", ("triton", "torch")),
-    "attention_prefill": ("wide_kernels.attention_prefill.launch", ("triton", "torch")),
+    "attention_prefill": ("wide_kernels.attention_prefill.launch", ("gluon", "triton", "torch")),
     "attention_decode": ("wide_kernels.attention_decode.launch", ("triton", "torch")),
     "norm_route": ("wide_kernels.norm_route.launch", ("triton", "torch")),
 }
@@ -45,7 +58,8 @@ class Problem:
     """What a backend must know to accept or refuse: no tensor, only facts about them.
 
     `tile_sizes` names the sizes that must be multiples of 16 on tensor cores; `strided` names the weights that are not
-    contiguous, which would have to be copied at every call; `limits` gives (size, largest size a kernel takes).
+    contiguous, which would have to be copied at every call. `refused` says, by backend, what the operator's own kernel
+    there does not take beyond the rules that all operators share.
     """
 
     op: str
@@ -53,7 +67,7 @@ class Problem:
     dtype: torch.dtype
     tile_sizes: Mapping[str, int] = field(default_factory=dict)
     strided: tuple[str, ...] = ()
-    limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,15 +116,36 @@ def _triton_refusal(problem: Problem) -> str | None:
     for name, size in problem.tile_sizes.items():
         if size % TILE:
             return f"{name} must be a multiple of {TILE}, got {size}"
-    for name, (size, limit) in problem.limits.items():
-        if size > limit:
-            return f"{name} must be at most {limit}, got {size}"
     if problem.strided:
         return f"{problem.strided[0]} must be contiguous; call .contiguous() once, outside of the loop"
-    return None
+    return problem.refused.get("triton")
 
 
-_REFUSALS: Mapping[str, Callable[[Problem], str | None]] = {"triton": _triton_refusal, "torch": lambda problem: None}
+def _gluon_refusal(problem: Problem) -> str | None:
+    """Gluon's kernels use what only Hopper has, on top of what Triton's need."""
+    if not _has_triton():
+        return "the package triton is not installed"
+    if problem.device.type != "cuda":
+        return f"it needs a Hopper GPU, the tensors are on {problem.device.type}"
+    capability = _capability(problem.device.index or 0)
+    if capability != (9, 0):
+        return f"it needs compute capability 9.0 (Hopper), this GPU has {capability[0]}.{capability[1]}"
+    if TRITON_VERSION < GLUON_SINCE:
+        return f"it needs Triton {_dotted(GLUON_SINCE)} or newer, this is {_dotted(TRITON_VERSION) or 'unknown'}"
+    if problem.dtype not in GLUON_DTYPES:
+        return f"it takes {', '.join(map(_short, GLUON_DTYPES))}, not {_short(problem.dtype)}"
+    return _triton_refusal(problem) or problem.refused.get("gluon")
+
+
+_REFUSALS: Mapping[str, Callable[[Problem], str | None]] = {
+    "gluon": _gluon_refusal,
+    "triton": _triton_refusal,
+    "torch": lambda problem: None,
+}
+
+
+def _dotted(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from wide_kernels.attention_decode.reference import attention_decode_reference
-from wide_kernels.checks import MAX_HEAD_DIM, attention_sizes, group_width, mask_sizes, per_sequence, same_device, same_size
+from wide_kernels.checks import (
+    attention_sizes,
+    group_width,
+    mask_sizes,
+    per_sequence,
+    same_device,
+    same_size,
+    too_long_heads,
+)
 from wide_kernels.dispatch import Problem, choose
 
 
@@ -53,7 +61,7 @@ def attention_decode_problem(
     same_device(op, q, "the mask", mask)
     same_size(op, "rows of the mask (B)", rows, batch)
     group_width(op, "H_q", heads, groups)
-    return Problem(op, q.device, q.dtype, {"head_dim": q.shape[3]}, limits={"head_dim": (q.shape[3], MAX_HEAD_DIM)})
+    return Problem(op, q.device, q.dtype, {"head_dim": q.shape[3]}, refused=too_long_heads(q.shape[3]))
 
 
 @torch.library.custom_op(

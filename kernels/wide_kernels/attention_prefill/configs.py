@@ -31,3 +31,10 @@ def tile_config(tokens: int, group_heads: int, shared_heads: int, size: int, dty
     if config["BM"] <= 64:
         config["num_warps"] = min(config["num_warps"], 4)
     return config
+
+
+def hopper_config(group_heads: int, shared_heads: int, size: int) -> dict[str, int]:
+    """128 rows; two buffers of 128 keys and values of 128 channels fill most of the shared memory."""
+    config = {"BN": 128, "PACK": 4, "STAGES": 2} | forced("attention_prefill_hopper")
+    config["PACK"] = packed_heads(group_heads, shared_heads, config["PACK"])
+    return config

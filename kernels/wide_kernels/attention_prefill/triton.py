@@ -177,7 +177,7 @@ def tile_kernel(
                 start = tl.load(q_start + sequence).to(tl.int32)
             seen_by_all = tl.minimum(start + lowest + 1, keys)
             end = tl.minimum(start + highest + 1, keys)
-            position = start + source
+            position = tl.minimum(start + source, keys - 1)
         border = begin + tl.maximum(seen_by_all - begin, 0) // BN * BN
         kv = head // SHARED
         k += sequence.to(tl.int64) * stride_kb + kv * stride_kh
