@@ -28,6 +28,7 @@ from wide_kernels.attention_prefill.launch import rows_of_keys
 from wide_kernels.attention_prefill.triton import LOG2_E, sequence_bounds
 from wide_kernels.dispatch import on_device_of
 
+fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed after 3.6
 BM = gl.constexpr(128)  # rows of a tile: two warpgroups' wgmma
 # Of the registers that 168 a thread make for three warpgroups, the consumers get 240 each and the producer the rest.
 REGISTERS = 168
@@ -82,31 +83,34 @@ def step(
 
 
 @gluon.jit
+def rows_of(half: gl.constexpr, lists, tile_first, tokens, head, PACK: gl.constexpr, GATHER: gl.constexpr):
+    """(row of all sequences, head, runs, exists) of each of a consumer's 64 rows: token m // PACK, head m % PACK."""
+    executing, skipping, live = lists
+    number = gl.arange(0, 64, gl.SliceLayout(1, GATHER))
+    place = tile_first + half * (64 // PACK) + number // PACK
+    runs = place < live
+    row = gl.load(gl.where(runs, executing, skipping) + place, mask=place < tokens, other=0)
+    return row, head + number % PACK, runs, place < tokens
+
+
+@gluon.jit
 def consume(
     half: gl.constexpr, q, o, lists, tile_first, tokens, head, stride_qt, stride_qh, blocks_of, start, scale,
     q_buffers, k_buffers, v_buffers, barriers,
     H: gl.constexpr, PACK: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: 64 / PACK tokens x PACK heads against all blocks of the tile. Row m: token m // PACK."""
+    """One warpgroup: 64 / PACK tokens x PACK heads against all blocks of the tile."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     GATHER: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
-    k_full, k_empty, v_full, v_empty = barriers
-    executing, skipping, live = lists
+    k_full, k_empty, v_full, _v_empty = barriers
     begin, end, full, blocks = blocks_of
-    number = gl.arange(0, 64, gl.SliceLayout(1, GATHER))
-    place = tile_first + half * (64 // PACK) + number // PACK
-    runs = place < live
-    inside = place < tokens
-    row = gl.load(gl.where(runs, executing, skipping) + place, mask=inside, other=0)
-    columns = (head + number % PACK)[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, GATHER))[None, :]
-    target = o + row[:, None].to(gl.int64) * (H * D) + columns
     if blocks > 0:
         dtype: gl.constexpr = q_buffers.dtype
+        row, heads, runs, _inside = rows_of(half, lists, tile_first, tokens, head, PACK, GATHER)
         # Rows behind the border read the tile's first query: their own values are never touched.
-        lowest = gl.load(executing + tile_first)
-        source = gl.where(runs, row, lowest)
-        q_tile = q + source[:, None].to(gl.int64) * stride_qt + (head + number % PACK)[:, None] * stride_qh
+        source = gl.where(runs, row, gl.load(lists[0] + tile_first))
+        q_tile = q + source[:, None].to(gl.int64) * stride_qt + heads[:, None] * stride_qh
         q_buffer = q_buffers.index(half)
         q_buffer.store(gl.load(q_tile + gl.arange(0, D, gl.SliceLayout(0, GATHER))[None, :]))
         fence_async_shared()
@@ -147,8 +151,15 @@ def consume(
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         total = gl.convert_layout(gl.where(total > 0, total, 1.0), gl.SliceLayout(1, OUTPUT))
         out = gl.convert_layout((acc / total[:, None]).to(dtype), GATHER)
+        # Read again: kept through the loop, the rows would take registers from it.
+        row, heads, runs, inside = rows_of(half, lists, tile_first, tokens, head, PACK, GATHER)
+        target = o + row[:, None].to(gl.int64) * (H * D) + heads[:, None] * D
+        target += gl.arange(0, D, gl.SliceLayout(0, GATHER))[None, :]
         gl.store(target, gl.where(runs[:, None], out, gl.zeros_like(out)), mask=inside[:, None])
     else:
+        row, heads, runs, inside = rows_of(half, lists, tile_first, tokens, head, PACK, GATHER)
+        target = o + row[:, None].to(gl.int64) * (H * D) + heads[:, None] * D
+        target += gl.arange(0, D, gl.SliceLayout(0, GATHER))[None, :]
         gl.store(target, gl.zeros((64, D), q_buffers.dtype, GATHER), mask=inside[:, None])
 
 
@@ -166,12 +177,12 @@ def produce(
             slot = turn % STAGES
             mbarrier.wait(k_empty.index(slot), turn // STAGES & 1 ^ 1)
             mbarrier.expect(k_full.index(slot), k_blocks.block_type.nbytes)
-            tma.async_copy_global_to_shared(k_blocks, [row, column], k_full.index(slot), k_buffers.index(slot))
+            fetch(k_blocks, [row, column], k_full.index(slot), k_buffers.index(slot))
         if turn > 0:
             slot = (turn - 1) % STAGES
             mbarrier.wait(v_empty.index(slot), (turn - 1) // STAGES & 1 ^ 1)
             mbarrier.expect(v_full.index(slot), v_blocks.block_type.nbytes)
-            tma.async_copy_global_to_shared(v_blocks, [row + BN, column], v_full.index(slot), v_buffers.index(slot))
+            fetch(v_blocks, [row + BN, column], v_full.index(slot), v_buffers.index(slot))
 
 
 @gluon.jit(do_not_specialize=["rows", "tokens", "keys", "batch"])
