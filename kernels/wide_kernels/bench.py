@@ -25,10 +25,12 @@ from wide_kernels.errors import UnsupportedError
 from wide_kernels.tuning.table import TUNED
 
 if TYPE_CHECKING:
-    from wide_kernels.benchmarks.cases import Sizes
+    from wide_kernels.benchmarks.attention_cases import AttentionSizes
+    from wide_kernels.benchmarks.cases import Sizes, TimedCase
     from wide_kernels.benchmarks.parallel import Outcome
 
-OPS = ("route_layout", "gemm_mn", "gated_mlp_up", "gemm_k", "norm_route")
+FFN_OPS = ("route_layout", "gemm_mn", "gated_mlp_up", "gemm_k", "norm_route")
+OPS = (*FFN_OPS, "attention_prefill", "attention_decode")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # (T, G, density): the reference point first, then the other group sizes, decode, shorter prompts, densities.
 GRID = (
@@ -100,6 +102,15 @@ def points(arguments: argparse.Namespace) -> list[Sizes]:
     return found
 
 
+def attention_points(arguments: argparse.Namespace) -> list[AttentionSizes]:
+    """The grid of the attention operators asked for; points and recorded masks given by hand are for the FFN."""
+    from wide_kernels.benchmarks.attention_cases import grid
+
+    if arguments.points is not None or arguments.masks is not None:
+        return []
+    return grid(model_shape(arguments.model), DTYPES[arguments.dtype], set(arguments.ops))
+
+
 def prepare(arguments: argparse.Namespace) -> Outcome:
     """In worker processes: check the awkward cases, compile what is timed afterwards."""
     from wide_kernels.benchmarks.parallel import WarmTask, check_tasks, run_all, usual_workers
@@ -113,7 +124,8 @@ def prepare(arguments: argparse.Namespace) -> Outcome:
         # Densities share their kernels: compile one of each.
         distinct = {(sizes.rows, sizes.group): sizes for sizes in points(arguments)}
         plain = [replace(sizes, recorded=None) for sizes in distinct.values()]
-        tasks += [WarmTask(sizes, frozenset({op})) for sizes in plain for op in arguments.ops]
+        tasks += [WarmTask(sizes, frozenset({op})) for sizes in plain for op in arguments.ops if op in FFN_OPS]
+        tasks += [WarmTask(sizes) for sizes in attention_points(arguments)]
     tasks += check_tasks([DTYPES[name] for name in arguments.checked])
     return run_all(tasks, usual_workers() if arguments.workers is None else arguments.workers)
 
@@ -133,9 +145,9 @@ def tuning_points(arguments: argparse.Namespace) -> list[tuple[str, Sizes]]:
 
 def measure(arguments: argparse.Namespace, deadline: float) -> Iterator[dict[str, object]]:
     """One record for each case, or one that says what was left out when the time budget ended."""
+    from wide_kernels.benchmarks.attention_cases import attention_case
     from wide_kernels.benchmarks.cases import ffn_cases
     from wide_kernels.benchmarks.masks import structure
-    from wide_kernels.benchmarks.timing import captured, interleaved, launched_kernels, peak_extra_bytes
 
     profiled: set[str] = set()
     for i, sizes in enumerate(points(arguments)):
@@ -144,41 +156,53 @@ def measure(arguments: argparse.Namespace, deadline: float) -> Iterator[dict[str
             yield {"left_out": f"T={rows} G={group} density={density:g}"}
             continue
         for case in ffn_cases(sizes, set(arguments.ops), arguments.gather and i == 0):
-            error = case.check()
-            named = {"routed": case.routed, **case.dense, **case.others}
-            memory = {name: peak_extra_bytes(call) for name, call in named.items()}
-            kernels = []
-            key = f"{case.op} {rows <= 64}"
-            if key not in profiled:
-                profiled.add(key)
-                kernels = launched_kernels(case.routed)
-            calls = {name: captured(call) for name, call in named.items()}
-            times = interleaved(calls, arguments.rounds)
-            dense_name = min(case.dense, key=lambda name: times[name].p50_ms)
-            best, routed = times[dense_name].p50_ms, times["routed"].p50_ms
-            record: dict[str, object] = {
-                "op": case.op,
-                "model": sizes.model.name,
-                "dtype": arguments.dtype,
-                "rows": rows,
-                "group_size": group,
-                "density": density,
-                "masks": sizes.masks,
-                "structure": None if sizes.recorded is None else structure(sizes.recorded.cuda()),
-                "backend": case.explanation.backend,
-                "explain": str(case.explanation),
-                "error": error,
-                "routed": times["routed"].as_dict(),
-                "baselines": {name: times[name].as_dict() for name in (*case.dense, *case.others)},
-                "best_dense": dense_name,
-                "speedup": best / routed,
-                "tflops": case.flops / routed / 1e9,
-                "peak_extra_bytes": memory,
-                "kernels": kernels,
-            }
-            yield record
-            del calls
+            found = None if sizes.recorded is None else structure(sizes.recorded.cuda())
+            yield record_of(case, arguments, profiled) | {"masks": sizes.masks, "structure": found}
         torch.cuda.empty_cache()
+    for where in attention_points(arguments):
+        if time.monotonic() > deadline:
+            yield {"left_out": str(where)}
+            continue
+        yield record_of(attention_case(where), arguments, profiled) | {
+            "batch": where.batch, "keys": where.keys, "masks": "random"
+        }  # fmt: skip
+        torch.cuda.empty_cache()
+
+
+def record_of(case: TimedCase, arguments: argparse.Namespace, profiled: set[str]) -> dict[str, object]:
+    """Check and time one case."""
+    from wide_kernels.benchmarks.timing import captured, interleaved, launched_kernels, peak_extra_bytes
+
+    error = case.check()
+    named = {"routed": case.routed, **case.dense, **case.others}
+    memory = {name: peak_extra_bytes(call) for name, call in named.items()}
+    kernels = []
+    key = f"{case.op} {case.rows <= 64}"
+    if key not in profiled:
+        profiled.add(key)
+        kernels = launched_kernels(case.routed)
+    calls = {name: captured(call) for name, call in named.items()}
+    times = interleaved(calls, arguments.rounds)
+    dense_name = min(case.dense, key=lambda name: times[name].p50_ms)
+    best, routed = times[dense_name].p50_ms, times["routed"].p50_ms
+    return {
+        "op": case.op,
+        "model": model_shape(arguments.model).name,
+        "dtype": arguments.dtype,
+        "rows": case.rows,
+        "group_size": case.group,
+        "density": case.density,
+        "backend": case.explanation.backend,
+        "explain": str(case.explanation),
+        "error": error,
+        "routed": times["routed"].as_dict(),
+        "baselines": {name: times[name].as_dict() for name in (*case.dense, *case.others)},
+        "best_dense": dense_name,
+        "speedup": best / routed,
+        "tflops": case.flops / routed / 1e9,
+        "peak_extra_bytes": memory,
+        "kernels": kernels,
+    }
 
 
 def row(record: dict[str, object]) -> str:

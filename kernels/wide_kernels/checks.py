@@ -81,6 +81,11 @@ def attention_sizes(op: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int,
     return batch, tokens, heads
 
 
+def too_long_heads(size: int, limit: int = 256) -> dict[str, str]:
+    """What the Triton attention kernels refuse, as `Problem.refused` wants it: a program holds whole heads."""
+    return {"triton": f"head_dim must be at most {limit}, got {size}"} if size > limit else {}
+
+
 def per_sequence(op: str, first: Tensor, batch: int, **positions: Tensor | None) -> None:
     """Positions are int32 or int64 [B]."""
     for name, tensor in positions.items():

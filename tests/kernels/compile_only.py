@@ -17,6 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from wide_kernels import compaction
+from wide_kernels.attention_decode import triton as decode_kernels
+from wide_kernels.attention_prefill import configs as prefill_configs
+from wide_kernels.attention_prefill import triton as prefill_kernels
 from wide_kernels.gemm_k import configs as k_configs
 from wide_kernels.gemm_k import sorting
 from wide_kernels.gemm_k import triton as k_kernels
@@ -112,6 +115,53 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
     return found
 
 
+def attention_kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
+    """Prefill and decode of Llama-3.1-8B: 32 query heads, 8 KV heads, as many groups."""
+    p = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
+    precision = "ieee" if dtype is torch.float32 else "tf32"
+    heads: dict[str, Any] = {"SHARED": 4, "GROUP": 4, "N_D": 128, "DP": 128, "HAS_KV_START": True}
+    prefill = heads | {"H": 32, "CAUSAL": True, "HAS_Q_START": True, "ONE": False, "PRECISION": precision}
+    decode = heads | {"H_K": 8, "HAS_KV_LEN": True, "PAIRS": 16, "BN": 32, "PROGRAMS": 264}
+    return {
+        "tile_prefill": (
+            prefill_kernels.tile_kernel,
+            f"{p} {p} {p} {p} *i32 *i32 *i32 *i64 *i64 i32 i32 i32 i32 fp32 {'i32 ' * 9}",
+            prefill | prefill_configs.tile_config(T, 4, 4, 128, dtype),
+        ),
+        "few_decode": (
+            decode_kernels.split_kernel,
+            f"{p} {p} {p} *u8 *i64 *i64 *fp32 *fp32 *fp32 i32 i32 fp32 {'i32 ' * 8}",
+            decode | {"BM": 16, "PRECISION": precision, "num_stages": 3},
+        ),
+        "merge_decode": (
+            decode_kernels.merge_kernel,
+            f"{p} *u8 *i64 *i64 *fp32 *fp32 *fp32 i32 i32",
+            decode | {"SLOTS": decode_kernels.MERGED},
+        ),
+    }
+
+
+def hopper_prefill(target: GPUTarget) -> dict[str, Any]:
+    """The Gluon kernel, with the blocks that TMA fetches."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from wide_kernels.attention_prefill import gluon
+
+    values: dict[str, Any] = {"H": 32, "SHARED": 4, "GROUP": 4, "D": 128, "CAUSAL": True, "HAS_Q_START": True}
+    values |= {"HAS_KV_START": True, "ONE": False} | prefill_configs.hopper_config(4, 4, 128)
+    kernel = gluon.tile_kernel
+    block = [values["BN"], values["D"]]
+    blocks = f"tensordesc<bf16{block},{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
+    types = ["*bf16", blocks, blocks, "*bf16", *["*i32"] * 3, *["*i64"] * 2, *["i32"] * 4, "fp32", *["i32"] * 5]
+    given = dict(zip([name for name in kernel.arg_names if name not in values], types, strict=True))
+    signature = {name: given.get(name, "constexpr") for name in kernel.arg_names}
+    constants = {(kernel.arg_names.index(name),): value for name, value in values.items()}
+    source = GluonASTSource(kernel, signature, constants, {})
+    binary = triton.compile(source, target=target, options={"num_warps": 4, "maxnreg": gluon.REGISTERS})
+    return {"shared": binary.metadata.shared, "wgmma": "wgmma" in binary.asm["ptx"], "mma": "mma" in binary.asm["ptx"]}
+
+
 def sorting_kernels() -> dict[str, tuple[Any, str, dict[str, Any]]]:
     """The kernels that only see masks."""
     block: dict[str, Any] = {"N_G": GROUPS, "BLOCK_T": compaction.BLOCK_ROWS, "BLOCK_G": compaction.BLOCK_GROUPS}
@@ -139,8 +189,11 @@ def main() -> None:
     for name, (kernel, types, values) in sorting_kernels().items():
         result["kernels"][name] = compiled(kernel, types, values, target)
     for dtype in sys.argv[2:] or ["bfloat16"]:
-        for name, (kernel, types, values) in kernels(getattr(torch, dtype)).items():
+        found = kernels(getattr(torch, dtype)) | attention_kernels(getattr(torch, dtype))
+        for name, (kernel, types, values) in found.items():
             result["kernels"][f"{name} {dtype}"] = compiled(kernel, types, values, target)
+    if sys.argv[1] == "sm_90":
+        result["kernels"]["tile_prefill gluon"] = hopper_prefill(target)
     print(json.dumps(result))
 
 

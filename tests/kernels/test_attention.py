@@ -121,6 +121,33 @@ def test_what_does_not_fit_is_refused_by_name(arguments: dict[str, Any], complai
         wk.attention_prefill(**(given | arguments))
 
 
+@pytest.mark.parametrize(
+    ("size", "backend", "complaint"),
+    [
+        (40, "triton", "head_dim must be a multiple of 16, got 40"),
+        (512, "triton", "head_dim must be at most 256, got 512"),
+    ],
+)
+def test_heads_that_the_kernels_cannot_hold_are_refused_by_name(size: int, backend: str, complaint: str) -> None:
+    q, k, v, mask = (tensor.float() for tensor in example(tokens=1, size=size))
+    with pytest.raises(wk.UnsupportedError, match=complaint):
+        wk.attention_decode(q, k, v, mask.bool(), backend=backend)
+    with pytest.raises(wk.UnsupportedError, match=complaint):
+        wk.attention_prefill(q, k, v, wk.route_layout(mask.bool(), backend="torch"), backend=backend)
+
+
+def test_keys_are_one_matrix_or_are_not() -> None:
+    from wide_kernels.attention_prefill.launch import rows_of_keys
+
+    cache = torch.zeros(3, 20, 2, 64)
+    assert rows_of_keys(cache) == 20
+    assert rows_of_keys(cache[:, :9]) == 20  # the filled part of a cache
+    assert rows_of_keys(cache[:1, 2:9]) == 7
+    assert rows_of_keys(torch.zeros(3, 20, 6, 64)[:, :, 2:4]) == 20  # a part of a fused projection
+    assert rows_of_keys(torch.zeros(3, 2, 20, 64).transpose(1, 2)) is None  # heads before keys
+    assert rows_of_keys(torch.zeros(3, 20, 64, 2).transpose(2, 3)) is None
+
+
 def test_decode_takes_one_token_a_sequence() -> None:
     with pytest.raises(wk.UnsupportedError, match="must be 1, got 5"):
         wk.attention_decode(Q, K, V, MASK)

@@ -13,7 +13,8 @@ import torch
 
 from wide_kernels import bench
 from wide_kernels.benchmarks import cases, timing
-from wide_kernels.benchmarks.shapes import MODELS, model_shape
+from wide_kernels.benchmarks.attention_cases import AttentionSizes, attention_case
+from wide_kernels.benchmarks.shapes import MODELS, ModelShape, model_shape
 from wide_kernels.errors import UnsupportedError
 
 TINY = model_shape("32x64")
@@ -22,8 +23,8 @@ TINY = model_shape("32x64")
 @pytest.mark.parametrize("rows", [3, 70])
 def test_every_timed_case_is_right_and_so_are_its_baselines(rows: int, device: str) -> None:
     sizes = cases.Sizes(TINY, rows, 16, 0.5, torch.float16, device)
-    found = list(cases.ffn_cases(sizes, set(bench.OPS), gather=True))
-    assert {case.op.split()[0] for case in found} == set(bench.OPS)
+    found = list(cases.ffn_cases(sizes, set(bench.FFN_OPS), gather=True))
+    assert {case.op.split()[0] for case in found} == set(bench.FFN_OPS)
     assert all("deterministic" not in case.op for case in found) == (rows <= 64)
     for case in found:
         assert case.check() < 1e-3, case.name
@@ -34,6 +35,22 @@ def test_every_timed_case_is_right_and_so_are_its_baselines(rows: int, device: s
                 assert result.shape == shape.shape
                 if name == "gather-scatter":
                     torch.testing.assert_close(result, shape, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("batch", "tokens", "density"), [(1, 40, 0.5), (2, 40, 1.0), (3, 1, 0.5)])
+def test_every_timed_attention_is_right_and_so_is_its_baseline(
+    batch: int, tokens: int, density: float, device: str
+) -> None:
+    shape = ModelShape("tiny", 64, 64, 4, 2, 16)
+    case = attention_case(AttentionSizes(shape, batch, tokens, 40, density, torch.float16, device))
+    assert case.check() < 1e-3
+    routed = case.routed()
+    for call in case.dense.values():
+        dense = call()
+        assert isinstance(dense, torch.Tensor) and isinstance(routed, torch.Tensor)
+        executed = (routed != 0).any(-1)
+        torch.testing.assert_close(routed[executed], dense[executed], rtol=2e-2, atol=2e-3)
+    assert case.flops == pytest.approx(4 * 4 * 16 * batch * (820 if tokens > 1 else 40) * density, rel=0.6)
 
 
 def test_a_record_holds_times_errors_memory_and_what_ran(monkeypatch: pytest.MonkeyPatch, device: str) -> None:

@@ -34,13 +34,15 @@ def registered_calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     plain = [torch.randn(*shape) for shape in ((6, 16), (16,), (4, 16), (4,), (4, 4), (4,))]
     q, k, mask = torch.randn(2, 3, 4, 64), torch.randn(2, 5, 2, 64), torch.rand(6, 2) < 0.5
     start = torch.tensor([1, 2])
+    attended = wk.route_layout(mask, backend="torch")
+    sorted_mask = (attended.index, attended.count)
     return {
         "route_layout": (ops.route_layout, (e["mask"], "torch")),
         "gemm_mn": (ops.gemm_mn, (e["x"], e["gate"], e["mask"], *rows, e["bias"], "silu", "torch")),
         "gated_mlp_up": (ops.gated_mlp_up, (e["x"], e["gate"], e["up"], e["mask"], None, None, "silu", "torch")),
         "gemm_k": (ops.gemm_k, (e["h"], e["down"], e["mask"], e["residual"], "auto", False, "torch")),
         "norm_route": (ops.norm_route, (*plain, 1e-5, "torch")),
-        "attention_prefill": (ops.attention_prefill, (q, k, k, mask, True, start, start, None, "torch")),
+        "attention_prefill": (ops.attention_prefill, (q, k, k, mask, *sorted_mask, True, start, start, None, "torch")),
         "attention_decode": (ops.attention_decode, (q[:, :1].contiguous(), k, k, mask[:2], start, None, None, "torch")),
     }
 

@@ -75,7 +75,7 @@ def test_the_environment_names_a_backend_and_an_argument_overrules_it(monkeypatc
         (Problem("gemm_k", CPU, torch.bfloat16), "interpreter multiplies bfloat16 wrongly"),
         (Problem("gemm_k", CPU, torch.float32, {"N": 40}), "N must be a multiple of 16, got 40"),
         (Problem("gemm_k", CPU, torch.float32, {}, ("weight",)), "weight must be contiguous"),
-        (Problem("attention_decode", CPU, torch.float32), "no triton kernel for attention_decode yet"),
+        (Problem("attention_decode", CPU, torch.float32, refused={"triton": "too long"}), "run this: too long"),
     ],
 )
 def test_what_triton_cannot_take_is_named(problem: Problem, complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The public operator `attention_decode`: checks, dispatch, registration. Only torch runs it so far."""
+"""The public operator `attention_decode`: checks, dispatch, registration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from wide_kernels.attention_decode.reference import attention_decode_reference
-from wide_kernels.checks import attention_sizes, group_width, mask_sizes, per_sequence, same_device, same_size
+from wide_kernels.checks import (
+    attention_sizes,
+    group_width,
+    mask_sizes,
+    per_sequence,
+    same_device,
+    same_size,
+    too_long_heads,
+)
 from wide_kernels.dispatch import Problem, choose
 
 
@@ -53,7 +61,7 @@ def attention_decode_problem(
     same_device(op, q, "the mask", mask)
     same_size(op, "rows of the mask (B)", rows, batch)
     group_width(op, "H_q", heads, groups)
-    return Problem(op, q.device, q.dtype)
+    return Problem(op, q.device, q.dtype, {"head_dim": q.shape[3]}, refused=too_long_heads(q.shape[3]))
 
 
 @torch.library.custom_op(
@@ -72,6 +80,10 @@ def _attention_decode(
     scale: float | None,
     backend: str,
 ) -> Tensor:
+    if backend == "triton":
+        from wide_kernels.attention_decode.triton import attend
+
+        return attend(q, k, v, mask, kv_len, kv_start, scale)
     return attention_decode_reference(q, k, v, mask, kv_len, kv_start, scale)
 
 

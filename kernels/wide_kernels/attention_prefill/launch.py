@@ -1,4 +1,4 @@
-"""The public operator `attention_prefill`: checks, dispatch, registration. Only torch runs it so far."""
+"""The public operator `attention_prefill`: checks, dispatch, registration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from wide_kernels.attention_prefill.reference import attention_prefill_reference
-from wide_kernels.checks import attention_sizes, group_width, mask_sizes, per_sequence, same_device, same_size
+from wide_kernels.checks import (
+    attention_sizes,
+    group_width,
+    mask_sizes,
+    per_sequence,
+    same_device,
+    same_size,
+    too_long_heads,
+)
 from wide_kernels.dispatch import Problem, choose
 from wide_kernels.layout import RouteLayout
 
@@ -34,7 +42,9 @@ def attention_prefill(
     gradients. Raises UnsupportedError.
     """
     chosen = choose(attention_prefill_problem(q, k, v, layout, causal, q_start, kv_start, scale), backend)
-    o = torch.ops.wide_kernels.attention_prefill(q, k, v, layout.mask, causal, q_start, kv_start, scale, chosen)
+    o = torch.ops.wide_kernels.attention_prefill(
+        q, k, v, layout.mask, layout.index, layout.count, causal, q_start, kv_start, scale, chosen
+    )
     return cast(Tensor, o)
 
 
@@ -56,26 +66,53 @@ def attention_prefill_problem(
     same_device(op, q, "the mask", layout.mask)
     same_size(op, "rows of the layout (B*T)", rows, batch * tokens)
     group_width(op, "H_q", heads, groups)
-    return Problem(op, q.device, q.dtype)
+    size = q.shape[3]
+    refused = too_long_heads(size)
+    if size not in (64, 128):
+        refused["gluon"] = f"head_dim must be 64 or 128, got {size}"
+    elif k.stride() != v.stride() or rows_of_keys(k) is None or rows_of_keys(v) is None:
+        refused["gluon"] = f"k and v must both be rows of H_k * d or more numbers, their strides are {k.stride()}"
+    return Problem(op, q.device, q.dtype, {"head_dim": size}, refused=refused)
+
+
+def rows_of_keys(k: Tensor) -> int | None:
+    """Rows from one sequence to the next if k [B, T_k, H_k, d] is a part of one matrix with a key a row, else None."""
+    batch, keys, heads, size = k.shape
+    to_sequence, to_key, to_head, to_channel = k.stride()
+    if to_channel != 1 or to_key < (heads - 1) * to_head + size or to_key % 8 or to_head % 8 or k.storage_offset() % 8:
+        return None
+    if batch == 1:
+        return keys
+    return to_sequence // to_key if to_sequence % to_key == 0 else None
 
 
 @torch.library.custom_op(
     "wide_kernels::attention_prefill",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor mask, bool causal, Tensor? q_start, Tensor? kv_start, float? scale,"
-    " str backend) -> Tensor",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor index, Tensor count, bool causal, Tensor? q_start,"
+    " Tensor? kv_start, float? scale, str backend) -> Tensor",
 )
 def _attention_prefill(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Tensor,
+    index: Tensor,
+    count: Tensor,
     causal: bool,
     q_start: Tensor | None,
     kv_start: Tensor | None,
     scale: float | None,
     backend: str,
 ) -> Tensor:
+    if backend == "gluon":
+        from wide_kernels.attention_prefill.gluon import attend as attend_on_hopper
+
+        return attend_on_hopper(q, k, v, index, count, causal, q_start, kv_start, scale)
+    if backend == "triton":
+        from wide_kernels.attention_prefill.triton import attend
+
+        return attend(q, k, v, index, count, causal, q_start, kv_start, scale)
     return attention_prefill_reference(q, k, v, mask, causal, q_start, kv_start, scale)
 
 

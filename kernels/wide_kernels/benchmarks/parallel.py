@@ -15,11 +15,19 @@ from dataclasses import dataclass, field
 import torch
 
 import wide_kernels as wk
+from wide_kernels.benchmarks.attention_awkward import (
+    LARGE_ATTENTION,
+    SMALL_ATTENTION,
+    AttentionCase,
+    attention_errors,
+)
+from wide_kernels.benchmarks.attention_cases import AttentionSizes, attention_case
 from wide_kernels.benchmarks.awkward import LARGE, SMALL, errors
 from wide_kernels.benchmarks.cases import Sizes, ffn_cases
 from wide_kernels.tuning.table import force
 
 MAX_WORKERS = 12
+AWKWARD = (*SMALL, *SMALL_ATTENTION, *LARGE, *LARGE_ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -41,10 +49,14 @@ class CheckTask:
 
     def __call__(self) -> Outcome:
         """Run it; an exception counts as a wrong result."""
-        case = (*SMALL, *LARGE)[self.index]
+        case = AWKWARD[self.index]
         compared, wrong = 0, []
         try:
-            for what, error, tolerance in errors(case, self.dtype, "cuda", self.backend):
+            if isinstance(case, AttentionCase):
+                found = attention_errors(case, self.dtype, "cuda", self.backend)
+            else:
+                found = errors(case, self.dtype, "cuda", self.backend)
+            for what, error, tolerance in found:
                 compared += 1
                 if not error <= tolerance:
                     wrong.append(
@@ -59,8 +71,8 @@ class CheckTask:
 class WarmTask:
     """Run every operator once at one point of the grid, so that it is compiled; with `kernel`, in a configuration."""
 
-    sizes: Sizes
-    ops: frozenset[str]
+    sizes: Sizes | AttentionSizes
+    ops: frozenset[str] = frozenset()
     kernel: str = "none"
     config: tuple[tuple[str, int], ...] = ()
 
@@ -68,8 +80,11 @@ class WarmTask:
         """Run it; a failure is a note, the timing process will meet it again."""
         try:
             with force(self.kernel, dict(self.config)):
-                for case in ffn_cases(self.sizes, set(self.ops), gather=False):
-                    case.routed()
+                if isinstance(self.sizes, AttentionSizes):
+                    attention_case(self.sizes).routed()
+                else:
+                    for case in ffn_cases(self.sizes, set(self.ops), gather=False):
+                        case.routed()
             torch.cuda.synchronize()
         except Exception as failure:  # e.g. too much shared memory: a candidate that is out
             return Outcome(notes=[f"{self.kernel} {dict(self.config)}: {type(failure).__name__}"])
@@ -81,8 +96,13 @@ class WarmTask:
 def check_tasks(dtypes: Sequence[torch.dtype]) -> list[CheckTask]:
     """All awkward cases, the large ones first, with every backend that this GPU can run."""
     backends = [name for name in ("triton", "gluon") if name in wk.available_backends()["gemm_mn"]]
-    cases = reversed(range(len(SMALL) + len(LARGE)))
-    return [CheckTask(i, dtype, backend) for i in cases for dtype in dtypes for backend in backends]
+    return [
+        CheckTask(i, dtype, backend)
+        for i in reversed(range(len(AWKWARD)))
+        for dtype in dtypes
+        for backend in backends
+        if backend == "triton" or not isinstance(AWKWARD[i], AttentionCase)  # there, triton checks auto's choice too
+    ]
 
 
 def usual_workers() -> int:

@@ -1,0 +1,36 @@
+"""Shapes of the decode kernels. Shared memory: STAGES x 2 x BN x d of keys and values."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from wide_kernels.tuning.table import forced
+
+MAX_PAIRS = 4096  # (sequence, KV head) pairs that one launch sorts in registers
+PROCESSORS_WITHOUT_GPU = 3  # the interpreter's: few, so that tests cross every border
+
+
+@cache
+def processors(index: int | None) -> int:
+    """Streaming multiprocessors of a CUDA device."""
+    if index is None:
+        return PROCESSORS_WITHOUT_GPU
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def decode_config(size: int, dtype: torch.dtype, device: torch.device, blocks_of: int) -> dict[str, int]:
+    """BN keys a step, PROGRAMS over the whole device; `blocks_of` is the number of keys of all pairs together.
+
+    Enough bytes must be in flight: about 100 KB a processor. Two programs a processor overlap their first loads and
+    their last products.
+    """
+    config = {"BN": 64, "EACH": 2, "num_warps": 4, "num_stages": 3}
+    if size > 128 or dtype is torch.float32:
+        config["BN"] = 32
+    if size > 128 and dtype is torch.float32:
+        config["BN"] = 16
+    config |= forced("attention_decode")
+    programs = config.pop("EACH") * processors(device.index if device.type == "cuda" else None)
+    return config | {"PROGRAMS": max(1, min(programs, -(-blocks_of // config["BN"])))}
