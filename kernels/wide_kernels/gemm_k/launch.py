@@ -90,8 +90,11 @@ def _gemm_k(
     backend: str,
 ) -> Tensor:
     if backend == "triton":
+        from wide_kernels.gemm_k import few_rows
         from wide_kernels.gemm_k.triton import project
 
+        if h.shape[0] <= few_rows.FEW_ROWS:
+            return few_rows.project(h, weight, mask, residual)
         return project(h, weight, mask, residual, accumulate, deterministic)
     return gemm_k_reference(h, weight, mask, residual)
 

@@ -7,8 +7,6 @@ import torch
 from wide_kernels.tuning.table import forced
 from wide_kernels.tuning.tiles import largest_power, padded_rows
 
-FEW_ROWS = 64  # up to here a tile holds all rows and the mask is read as it is
-
 
 def tile_config(rows: int, depth: int, width: int, gated: bool, dtype: torch.dtype) -> dict[str, int]:
     """For many rows: a column tile must divide the group, so narrow groups get narrow tiles."""
@@ -16,15 +14,6 @@ def tile_config(rows: int, depth: int, width: int, gated: bool, dtype: torch.dty
     config = {"BM": 128, "BN": wide, "BK": 64, "BAND": 8, "num_warps": 8 if gated or wide > 64 else 4, "num_stages": 3}
     config |= forced("gated_mlp_up" if gated else "gemm_mn", width)
     config["BM"] = min(config["BM"], padded_rows(rows))
-    return _fit(config, depth, dtype)
-
-
-def few_rows_config(rows: int, depth: int, width: int, gated: bool, dtype: torch.dtype) -> dict[str, int]:
-    """For a few rows: narrow column tiles, so that enough programs keep the memory busy, and deep loads."""
-    config = {"BM": padded_rows(rows), "BN": largest_power(width, 16), "BK": 256, "num_warps": 4, "num_stages": 4}
-    if rows > 16:
-        config |= {"BN": largest_power(width, 32), "BK": 128}
-    config |= forced("few_rows_gated" if gated else "few_rows_mn", width)
     return _fit(config, depth, dtype)
 
 

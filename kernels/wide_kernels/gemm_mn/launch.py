@@ -105,6 +105,24 @@ def gated_mlp_up_problem(
     return Problem(op, x.device, x.dtype, {"D": depth, "the group width": width}, strided(w_gate=w_gate, w_up=w_up))
 
 
+def _triton(
+    x: Tensor,
+    weight: Tensor,
+    weight_up: Tensor | None,
+    mask: Tensor,
+    index: Tensor | None,
+    count: Tensor | None,
+    bias: Tensor | None,
+    activation: str | None,
+) -> Tensor:
+    from wide_kernels.gemm_mn import few_rows
+    from wide_kernels.gemm_mn.triton import project
+
+    if x.shape[0] <= few_rows.FEW_ROWS:
+        return few_rows.project(x, weight, weight_up, mask, bias, activation)
+    return project(x, weight, weight_up, mask, index, count, bias, activation)
+
+
 @torch.library.custom_op(
     "wide_kernels::gemm_mn",
     mutates_args=(),
@@ -122,9 +140,7 @@ def _gemm_mn(
     backend: str,
 ) -> Tensor:
     if backend == "triton":
-        from wide_kernels.gemm_mn.triton import project
-
-        return project(x, weight, None, mask, index, count, bias, activation)
+        return _triton(x, weight, None, mask, index, count, bias, activation)
     return gemm_mn_reference(x, weight, mask, bias, activation)
 
 
@@ -171,9 +187,7 @@ def _gated_mlp_up(
     backend: str,
 ) -> Tensor:
     if backend == "triton":
-        from wide_kernels.gemm_mn.triton import project
-
-        return project(x, w_gate, w_up, mask, index, count, None, activation)
+        return _triton(x, w_gate, w_up, mask, index, count, None, activation)
     return gated_mlp_up_reference(x, w_gate, w_up, mask, activation)
 
 
