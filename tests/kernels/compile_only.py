@@ -7,6 +7,7 @@ Llama-3.1-8B with groups of 128, the configurations the ones that the launchers 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any
 
@@ -17,9 +18,11 @@ from triton.compiler import ASTSource
 
 from wide_kernels import compaction
 from wide_kernels.gemm_k import configs as k_configs
+from wide_kernels.gemm_k import few_rows as k_few
 from wide_kernels.gemm_k import sorting
 from wide_kernels.gemm_k import triton as k_kernels
 from wide_kernels.gemm_mn import configs as mn_configs
+from wide_kernels.gemm_mn import few_rows as mn_few
 from wide_kernels.gemm_mn import triton as mn_kernels
 from wide_kernels.norm_route import triton as norm_kernels
 
@@ -42,7 +45,9 @@ def compiled(kernel: Any, types: str, values: dict[str, Any], target: GPUTarget)
     }
     source = ASTSource(kernel, signature, constants, aligned)
     binary = triton.compile(source, target=target, options={key: values[key] for key in OPTIONS if key in values})
-    return {"shared": binary.metadata.shared, "wgmma": "wgmma" in binary.asm["ptx"], "mma": "mma" in binary.asm["ptx"]}
+    ptx = binary.asm["ptx"]
+    loads = len(re.findall(r"ld\.global\S*\.v4\.b32", ptx))
+    return {"shared": binary.metadata.shared, "wgmma": "wgmma" in ptx, "mma": "mma" in ptx, "16-byte loads": loads}
 
 
 def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
@@ -59,11 +64,17 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
             f"{types} *i32 *i32 i32 i32",
             values | mn_configs.tile_config(T, D, G, gated, dtype),
         )
-        for rows in (1, 64):
+        few = {name: value for name, value in values.items() if name not in ("N", "PRECISION")}
+        found[f"vector_mn gated={gated}"] = (
+            mn_few.vector_kernel,
+            f"{types} *u8",
+            few | mn_few.vector_config(D, G, gated, dtype),
+        )
+        for rows in (16, 64, 128):
             found[f"few_rows_mn {rows} gated={gated}"] = (
-                mn_kernels.few_rows_kernel,
+                mn_few.rows_kernel,
                 f"{types} *u8 i32 i32",
-                values | mn_configs.few_rows_config(rows, D, G, gated, dtype),
+                values | mn_few.rows_config(rows, D, G, gated, dtype),
             )
     k: dict[str, Any] = {"N": D, "K": F, "G": G, "PRECISION": precision}
     tile = k_configs.tile_config(T, D, G, dtype)
@@ -73,19 +84,14 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
             f"{p} {p} {out} *i32 *i32 i32 i32 i32 i32 i32",
             k | {"S": k_configs.sorted_groups(T, GROUPS), "ATOMIC": atomic, "SLAB": 4} | tile,
         )
-    for rows in (1, 64):
+    down: dict[str, Any] = {"K": F, "G": G, "HAS_RESIDUAL": True}
+    found["vector_k"] = (k_few.vector_kernel, f"{p} {p} {p} {p} *u8", down | k_few.vector_config(D, F, G, dtype))
+    for rows in (16, 64, 128):
         found[f"few_rows_k {rows}"] = (
-            k_kernels.few_rows_kernel,
-            f"{p} {p} {p} {p} *fp32 *i32 *i64 *u8 i32 i32",
-            k
-            | {"N_G": GROUPS, "N_G_PADDED": 128, "HAS_RESIDUAL": True}
-            | k_configs.few_rows_config(rows, D, G, GROUPS, dtype),
+            k_few.rows_kernel,
+            f"{p} {p} {p} {p} *fp32 *i32 *u8 i32 i32",
+            down | {"N": D, "PRECISION": precision} | k_few.rows_config(rows, D, F, G, dtype),
         )
-    found["reduce_k"] = (
-        k_kernels.reduce_kernel,
-        f"*fp32 {p} {p} i32",
-        {"HAS_RESIDUAL": True, "SPLITS": 4, "BLOCK": 512},
-    )
     tf32 = "ieee" if dtype is torch.float32 else "tf32x3"
     route: dict[str, Any] = {"D": D, "R": RANK, "RP": RANK, "BM": 16, "BD": norm_kernels.BLOCK_D}
     router = "*fp32 *fp32 *fp32 *fp32"

@@ -31,7 +31,6 @@ def vector_kernel(
     residual,
     out,
     mask,
-    N: tl.constexpr,
     K: tl.constexpr,
     G: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -45,11 +44,10 @@ def vector_kernel(
         gdc_wait()
         gdc_launch_dependents()
     column = tl.program_id(0) * BN + tl.arange(0, BN)
-    known = tl.minimum(column, N - 1).to(tl.int64)  # past the end: read the last column, store nothing
     chunk = tl.arange(0, BC) * 8
     depth = chunk[:, None] + tl.arange(0, 8)[None, :]
     # Chunks come first in the tile: neighbouring threads then read neighbouring chunks of one row.
-    w_tile = weight + known[None, :, None] * K + depth[:, None, :]
+    w_tile = weight + column[None, :, None].to(tl.int64) * K + depth[:, None, :]
     acc = tl.zeros((BC, BN), tl.float32)
     # Whether a chunk's group runs is read one step ahead: the loads of a step wait for nothing.
     flags = tl.load(mask + chunk // G, mask=chunk < K, other=0)
@@ -62,8 +60,8 @@ def vector_kernel(
         acc += tl.sum(a.to(tl.float32)[:, None, :] * b.to(tl.float32), 2)
     y = tl.sum(acc, 0)
     if HAS_RESIDUAL:
-        y += tl.load(residual + column, mask=column < N, other=0.0).to(tl.float32)
-    tl.store(out + column, y.to(out.dtype.element_ty), mask=column < N)
+        y += tl.load(residual + column).to(tl.float32)
+    tl.store(out + column, y.to(out.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -136,6 +134,7 @@ def vector_config(columns: int, depth: int, width: int, dtype: torch.dtype) -> d
     """For one row: enough programs to fill the GPU; half of the loads in flight are of skipped groups."""
     config = {"BN": 4 if columns >= 1024 else 2, "BC": 256, "STAGES": 1, "num_warps": 4, "PDL": 0}
     config |= tuned("vector_k", 1, width, dtype)
+    config["BN"] = largest_power(columns, config["BN"])
     config["BC"] = min(config["BC"], padded_rows(-(-depth // 8)))
     return overlapped(config)
 
@@ -163,12 +162,12 @@ def project(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None) ->
     h = h if h.stride(1) == 1 else h.contiguous()
     width = depth // mask.shape[1]
     flags = mask.contiguous().view(torch.uint8)
-    fused = (columns, depth, width, residual is not None)
+    fused = (depth, width, residual is not None)
     added = out if residual is None else residual.contiguous()  # else a pointer that the kernel does not follow
     with on_device_of(h):
         if rows == 1:
             config = vector_config(columns, depth, width, h.dtype)
-            vector_kernel[(triton.cdiv(columns, config["BN"]),)](h, weight, added, out, flags, *fused, **config)
+            vector_kernel[(columns // config["BN"],)](h, weight, added, out, flags, *fused, **config)
             return out
         config = rows_config(rows, columns, depth, width, h.dtype)
         tiles, splits = triton.cdiv(columns, config["BN"]), config["SPLITS"]
@@ -178,6 +177,6 @@ def project(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None) ->
             arrived = arrival_counters(h.device, tiles)
         precision = "ieee" if h.dtype is torch.float32 else "tf32"
         rows_kernel[(tiles, splits)](
-            h, weight, added, out, partial, arrived, flags, rows, h.stride(0), *fused, PRECISION=precision, **config
+            h, weight, added, out, partial, arrived, flags, rows, h.stride(0), columns, *fused, PRECISION=precision, **config
         )
     return out

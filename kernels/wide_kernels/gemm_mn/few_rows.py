@@ -30,7 +30,6 @@ def vector_kernel(
     bias,
     out,
     mask,
-    N: tl.constexpr,
     K: tl.constexpr,
     G: tl.constexpr,
     GATED: tl.constexpr,
@@ -183,7 +182,7 @@ def project(
     gated = weight_up is not None
     operands = (x, weight, weight if weight_up is None else weight_up, weight if bias is None else bias, out)
     flags = mask.contiguous().view(torch.uint8)
-    fused = (columns, depth, width, gated, bias is not None, activation or "none")
+    fused = (depth, width, gated, bias is not None, activation or "none")
     with on_device_of(x):
         if rows == 1:
             config = vector_config(depth, width, gated, x.dtype)
@@ -192,6 +191,6 @@ def project(
             config = rows_config(rows, depth, width, gated, x.dtype)
             precision = "ieee" if x.dtype is torch.float32 else "tf32"
             rows_kernel[(triton.cdiv(columns, config["BN"]),)](
-                *operands, flags, rows, x.stride(0), *fused, PRECISION=precision, **config
+                *operands, flags, rows, x.stride(0), columns, *fused, PRECISION=precision, **config
             )
     return out
