@@ -46,7 +46,7 @@ def compiled(kernel: Any, types: str, values: dict[str, Any], target: GPUTarget)
     source = ASTSource(kernel, signature, constants, aligned)
     binary = triton.compile(source, target=target, options={key: values[key] for key in OPTIONS if key in values})
     ptx = binary.asm["ptx"]
-    loads = len(re.findall(r"ld\.global\S*\.v4\.b32", ptx))
+    loads = len(re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\.cg[^;]* 0x10,", ptx))
     return {"shared": binary.metadata.shared, "wgmma": "wgmma" in ptx, "mma": "mma" in ptx, "16-byte loads": loads}
 
 

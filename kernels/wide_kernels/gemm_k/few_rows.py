@@ -131,8 +131,8 @@ def rows_kernel(
 
 
 def vector_config(columns: int, depth: int, width: int, dtype: torch.dtype) -> dict[str, int]:
-    """For one row: enough programs to fill the GPU; half of the loads in flight are of skipped groups."""
-    config = {"BN": 4 if columns >= 1024 else 2, "BC": 256, "STAGES": 1, "num_warps": 4, "PDL": 0}
+    """For one row: small steps, copied ahead into shared memory (see `gemm_mn`); skipped groups leave gaps in them."""
+    config = {"BN": 4, "BC": 256, "STAGES": 3, "num_warps": 4, "PDL": 0}
     config |= tuned("vector_k", 1, width, dtype)
     config["BN"] = largest_power(columns, config["BN"])
     config["BC"] = min(config["BC"], padded_rows(-(-depth // 8)))
@@ -177,6 +177,7 @@ def project(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None) ->
             arrived = arrival_counters(h.device, tiles)
         precision = "ieee" if h.dtype is torch.float32 else "tf32"
         rows_kernel[(tiles, splits)](
-            h, weight, added, out, partial, arrived, flags, rows, h.stride(0), columns, *fused, PRECISION=precision, **config
-        )
+            h, weight, added, out, partial, arrived, flags, rows, h.stride(0),
+            columns, *fused, PRECISION=precision, **config,
+        )  # fmt: skip
     return out

@@ -61,14 +61,13 @@ def vector_kernel(
                 known = k + chunk < K
                 a = tl.load(x + k + depth, mask=known[:, None], other=0.0)
                 b = tl.load(weight + k + offset, mask=known[:, None, None], other=0.0)
-            wide = a.to(tl.float32)[:, None, :]
             if GATED:
                 if K % (BC * 8) == 0:
                     c = tl.load(weight_up + k + offset)
                 else:
                     c = tl.load(weight_up + k + offset, mask=(k + chunk < K)[:, None, None], other=0.0)
-                acc_up += tl.sum(wide * c.to(tl.float32), 2)
-            acc += tl.sum(wide * b.to(tl.float32), 2)
+                acc_up += tl.sum(a.to(tl.float32)[:, None, :] * c.to(tl.float32), 2)
+            acc += tl.sum(a.to(tl.float32)[:, None, :] * b.to(tl.float32), 2)
         y = tl.sum(acc, 0)
         if HAS_BIAS:
             y += tl.load(bias + columns).to(tl.float32)
@@ -149,8 +148,9 @@ def rows_kernel(
 
 
 def vector_config(depth: int, width: int, gated: bool, dtype: torch.dtype) -> dict[str, int]:
-    """For one row: 16 loads of 16 bytes in flight a thread, some 64 KB a multiprocessor with a few programs on it."""
-    config = {"BN": 4, "BC": 128 if gated else 256, "STAGES": 1, "num_warps": 4, "PDL": 0}
+    """For one row: steps of 16 KB. Copied ahead into shared memory, because left to registers the compiler spreads the
+    loads between the sums, and too few are in flight."""
+    config = {"BN": 4, "BC": 128 if gated else 256, "STAGES": 3, "num_warps": 4, "PDL": 0}
     config |= tuned("vector_gated" if gated else "vector_mn", 1, width, dtype)
     config["BN"] = largest_power(width, config["BN"])
     config["BC"] = min(config["BC"], padded_rows(-(-depth // 8)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -70,16 +71,11 @@ def gemm_mn_problem(
     mask: Tensor | None = None,
 ) -> Problem:
     """The facts that decide the backend of `gemm_mn`; raises UnsupportedError for what no backend takes."""
-    op = "gemm_mn"
-    check_activation(op, activation)
-    same_kind(op, x, weight=weight, bias=bias)
-    _, depth = shape_of(op, "x", x, "T K")
-    columns, weight_depth = shape_of(op, "weight", weight, "N K")
-    same_size(op, "K of weight", weight_depth, depth)
+    problem = _problem("gemm_mn", "N K", x, {"weight": weight}, layout, mask, activation)
+    same_kind("gemm_mn", x, bias=bias)
     if bias is not None:
-        same_size(op, "the size of bias", shape_of(op, "bias", bias, "N")[0], columns)
-    width = group_width(op, "N", columns, decision(op, x, layout, mask).shape[1])
-    return Problem(op, x.device, x.dtype, {"K": depth, "the group width": width}, strided(weight=weight))
+        same_size("gemm_mn", "the size of bias", shape_of("gemm_mn", "bias", bias, "N")[0], weight.shape[0])
+    return problem
 
 
 def gated_mlp_up_problem(
@@ -92,17 +88,32 @@ def gated_mlp_up_problem(
     mask: Tensor | None = None,
 ) -> Problem:
     """The facts that decide the backend of `gated_mlp_up`; raises UnsupportedError for what no backend takes."""
-    op = "gated_mlp_up"
+    return _problem("gated_mlp_up", "D' D", x, {"w_gate": w_gate, "w_up": w_up}, layout, mask, activation)
+
+
+def _problem(
+    op: str,
+    dims: str,
+    x: Tensor,
+    weights: Mapping[str, Tensor],
+    layout: RouteLayout | None,
+    mask: Tensor | None,
+    activation: str | None,
+) -> Problem:
+    """What both operators demand; `dims` names the sizes of a weight."""
     check_activation(op, activation)
-    same_kind(op, x, w_gate=w_gate, w_up=w_up)
-    _, depth = shape_of(op, "x", x, "T D")
-    columns, weight_depth = shape_of(op, "w_gate", w_gate, "D' D")
-    same_size(op, "D of w_gate", weight_depth, depth)
-    up_columns, up_depth = shape_of(op, "w_up", w_up, "D' D")
-    same_size(op, "D of w_up", up_depth, depth)
-    same_size(op, "D' of w_up", up_columns, columns)
-    width = group_width(op, "D'", columns, decision(op, x, layout, mask).shape[1])
-    return Problem(op, x.device, x.dtype, {"D": depth, "the group width": width}, strided(w_gate=w_gate, w_up=w_up))
+    same_kind(op, x, **weights)
+    output, inner = dims.split()
+    _, depth = shape_of(op, "x", x, f"T {inner}")
+    columns = None
+    for name, weight in weights.items():
+        weight_columns, weight_depth = shape_of(op, name, weight, dims)
+        same_size(op, f"{inner} of {name}", weight_depth, depth)
+        columns = weight_columns if columns is None else columns
+        same_size(op, f"{output} of {name}", weight_columns, columns)
+    assert columns is not None  # there is at least one weight
+    width = group_width(op, output, columns, decision(op, x, layout, mask).shape[1])
+    return Problem(op, x.device, x.dtype, {inner: depth, "the group width": width}, strided(**weights))
 
 
 def _triton(
