@@ -136,7 +136,7 @@ def tuning_points(arguments: argparse.Namespace) -> list[tuple[str, Sizes]]:
 
     found = []
     for kernel in arguments.tune:
-        usual = (1 if kernel.startswith("few_rows") else 16384, 128, 0.5)
+        usual = (1 if kernel.startswith("vector") else 16 if kernel.startswith("few_rows") else 16384, 128, 0.5)
         for rows, group, density in arguments.points or [usual]:
             sizes = Sizes(model_shape(arguments.model), rows, group, density, DTYPES[arguments.dtype])
             found.append((kernel, sizes))
@@ -248,9 +248,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--tune", nargs="+", choices=TUNED, metavar="KERNEL", help=f"try configurations: {', '.join(TUNED)}"
     )
+    parser.add_argument("--save", action="store_true", help="with --tune: keep the winners, for every later process")
     parser.add_argument("--workers", type=int, help="processes that check and compile ahead; 0: none but this one")
     parser.add_argument("--out", type=Path, help="write the JSON record here instead of to stdout")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.save and not arguments.tune:
+        parser.error("--save keeps what --tune finds; name kernels with --tune")
+    return arguments
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
@@ -268,8 +272,9 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         return document
     deadline = started + arguments.seconds
     if arguments.tune:
-        from wide_kernels.benchmarks.tune import tune
+        from wide_kernels.benchmarks.tune import save, tune
 
+        timed = []
         tuned: dict[str, object] = {}
         for kernel, sizes in tuning_points(arguments):
             name = f"{kernel} T={sizes.rows} G={sizes.group}"
@@ -277,8 +282,12 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
                 say(f"left out, the time budget ended: {name}")
                 continue
             tuned[name] = entries = tune(kernel, sizes)
+            timed.append((kernel, sizes, entries))
             say("\n".join([name, *(f"  {json.dumps(entry)}" for entry in entries)]))
         document["tuned"] = tuned
+        if arguments.save:
+            path = save(timed)
+            say("nothing beat the built-in configurations" if path is None else f"the launchers now take {path}")
         return document
     say(f"{'operator':21}{'T':>6}{'G':>5}{'dens.':>6}{'us':>10}{'speed':>8}{'TF/s':>7}{'error':>9}{'MB':>7}  baselines")
     results = []

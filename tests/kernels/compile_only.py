@@ -21,10 +21,12 @@ from wide_kernels.attention_decode import triton as decode_kernels
 from wide_kernels.attention_prefill import configs as prefill_configs
 from wide_kernels.attention_prefill import triton as prefill_kernels
 from wide_kernels.gemm_k import configs as k_configs
+from wide_kernels.gemm_k import few_rows as k_few
 from wide_kernels.gemm_k import sorting
 from wide_kernels.gemm_k import triton as k_kernels
 from wide_kernels.gemm_k.segments import TILE_ROWS
 from wide_kernels.gemm_mn import configs as mn_configs
+from wide_kernels.gemm_mn import few_rows as mn_few
 from wide_kernels.gemm_mn import triton as mn_kernels
 from wide_kernels.norm_route import triton as norm_kernels
 
@@ -49,11 +51,13 @@ def compiled(kernel: Any, types: str, values: dict[str, Any], target: GPUTarget)
     binary = triton.compile(source, target=target, options={key: values[key] for key in OPTIONS if key in values})
     ptx = binary.asm["ptx"]
     adds = [int(width or 1) for width in re.findall(r"(?:red|atom)\.global\S*add(?:\.noftz)?(?:\.v(\d))?", ptx)]
+    loads = len(re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\.cg[^;]* 0x10,", ptx))
     return {
         "shared": binary.metadata.shared,
         "wgmma": "wgmma" in ptx,
         "mma": "mma" in ptx,
         "narrowest_add": min(adds, default=0),
+        "16-byte loads": loads,
     }
 
 
@@ -71,11 +75,17 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
             f"{types} *i32 *i32 i32 i32",
             values | mn_configs.tile_config(T, D, G, gated, dtype),
         )
-        for rows in (1, 64):
+        few = {name: value for name, value in values.items() if name not in ("N", "PRECISION")}
+        found[f"vector_mn gated={gated}"] = (
+            mn_few.vector_kernel,
+            f"{types} *u8",
+            few | mn_few.vector_config(D, G, gated, dtype),
+        )
+        for rows in (16, 64, 128):
             found[f"few_rows_mn {rows} gated={gated}"] = (
-                mn_kernels.few_rows_kernel,
+                mn_few.rows_kernel,
                 f"{types} *u8 i32 i32",
-                values | mn_configs.few_rows_config(rows, D, G, gated, dtype),
+                values | mn_few.rows_config(rows, D, G, gated, dtype),
             )
     k: dict[str, Any] = {"N": D, "K": F, "G": G, "PRECISION": precision}
     tile = k_configs.tile_config(T, D, G, dtype)
@@ -85,19 +95,14 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
             f"{p} {p} {out} *i32 *i32 i32 i32 i32 i32 i32",
             k | {"S": k_configs.sorted_groups(T, GROUPS), "ATOMIC": atomic, "SLAB": 4} | tile,
         )
-    for rows in (1, 64):
+    down: dict[str, Any] = {"K": F, "G": G, "HAS_RESIDUAL": True}
+    found["vector_k"] = (k_few.vector_kernel, f"{p} {p} {p} {p} *u8", down | k_few.vector_config(D, F, G, dtype))
+    for rows in (16, 64, 128):
         found[f"few_rows_k {rows}"] = (
-            k_kernels.few_rows_kernel,
-            f"{p} {p} {p} {p} *fp32 *i32 *i64 *u8 i32 i32",
-            k
-            | {"N_G": GROUPS, "N_G_PADDED": 128, "HAS_RESIDUAL": True}
-            | k_configs.few_rows_config(rows, D, G, GROUPS, dtype),
+            k_few.rows_kernel,
+            f"{p} {p} {p} {p} *fp32 *i32 *u8 i32 i32",
+            down | {"N": D, "PRECISION": precision} | k_few.rows_config(rows, D, F, G, dtype),
         )
-    found["reduce_k"] = (
-        k_kernels.reduce_kernel,
-        f"*fp32 {p} {p} i32",
-        {"HAS_RESIDUAL": True, "SPLITS": 4, "BLOCK": 512},
-    )
     tf32 = "ieee" if dtype is torch.float32 else "tf32x3"
     route: dict[str, Any] = {"D": D, "R": RANK, "RP": RANK, "BM": 16, "BD": norm_kernels.BLOCK_D}
     router = "*fp32 *fp32 *fp32 *fp32"

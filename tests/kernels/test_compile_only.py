@@ -45,7 +45,7 @@ def test_products_run_on_tensor_cores(compiled: dict[str, Any]) -> None:
     products = {name: k for name, k in compiled["kernels"].items() if name.startswith(("tile", "few", "norm_rows"))}
     assert [name for name, k in products.items() if not k["mma"]] == []
     if compiled["target"] == "sm_90":
-        assert [name for name, k in products.items() if name.startswith("tile") and not k["wgmma"]] == []
+        assert [name for name, k in products.items() if name.startswith(("tile", "few")) and not k["wgmma"]] == []
 
 
 def test_scattered_sums_are_added_16_bytes_at_a_time(compiled: dict[str, Any]) -> None:
@@ -55,5 +55,11 @@ def test_scattered_sums_are_added_16_bytes_at_a_time(compiled: dict[str, Any]) -
 
 
 def test_loads_for_a_few_rows_are_pipelined(compiled: dict[str, Any]) -> None:
-    # Three stages in flight at least: (16 + 16) x 128 x 2 bytes each.
-    assert compiled["kernels"]["few_rows_k 1 bfloat16"]["shared"] >= 3 * 8192
+    # Three stages in flight at least: (64 + 16) x 128 x 2 bytes each.
+    assert compiled["kernels"]["few_rows_k 16 bfloat16"]["shared"] >= 3 * 20480
+
+
+def test_one_row_reads_weights_16_bytes_at_a_time(compiled: dict[str, Any]) -> None:
+    # 4 columns x 128 or 256 chunks of 16 bytes over 128 threads, and the row itself.
+    for name, loads in {"vector_k": 10, "vector_mn gated=False": 10, "vector_mn gated=True": 9}.items():
+        assert compiled["kernels"][f"{name} bfloat16"]["16-byte loads"] >= loads

@@ -88,8 +88,8 @@ def test_segments_of_several_groups_sum_up(deterministic: bool) -> None:
 def test_slabs_of_the_output_leave_no_column_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from wide_kernels.gemm_k import configs
 
-    monkeypatch.setattr(configs, "SLAB_BYTES", 70 * 4 * 32)  # two column tiles of 16
-    h, weight, residual, mask = example(70, 2, columns=80)
+    monkeypatch.setattr(configs, "SLAB_BYTES", 140 * 4 * 32)  # two column tiles of 16
+    h, weight, residual, mask = example(140, 2, columns=80)
     with force("gemm_k", {"BN": 16}):
         y = wk.gemm_k(h, weight, wk.route_layout(mask), residual, backend="triton")
     torch.testing.assert_close(
@@ -98,12 +98,27 @@ def test_slabs_of_the_output_leave_no_column_out(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_a_few_rows_split_over_k_give_the_same_sum(splits: int) -> None:
-    h, weight, residual, mask = example(5, 9)
+def test_a_few_rows_split_over_k_give_the_same_sum_every_time(splits: int) -> None:
+    from wide_kernels.arrivals import arrival_counters
+
+    h, weight, residual, mask = example(5, 9, columns=80)
     expected = wk.gemm_k(h, weight, mask=mask, residual=residual, backend="torch")
     h.view(5, 9, 16)[~mask] = float("nan")
-    weight.view(48, 9, 16)[:, ~mask.any(0)] = float("nan")
+    weight.view(80, 9, 16)[:, ~mask.any(0)] = float("nan")
     with force("few_rows_k", {"SPLITS": splits}):
+        first, second = (wk.gemm_k(h, weight, mask=mask, residual=residual, backend="triton") for _ in range(2))
+    torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(first, second)
+    assert not arrival_counters(h.device, 2).any()  # a graph that replays the launch finds them as it left them
+
+
+@pytest.mark.parametrize("chunks", [16, 64])
+def test_one_row_walks_over_k_in_steps_that_need_not_divide_it(chunks: int) -> None:
+    h, weight, residual, mask = example(1, 27, columns=16)
+    expected = wk.gemm_k(h, weight, mask=mask, residual=residual, backend="torch")
+    h.view(1, 27, 16)[~mask] = float("nan")
+    weight.view(16, 27, 16)[:, ~mask.any(0)] = float("nan")
+    with force("vector_k", {"BC": chunks, "BN": 4}):
         y = wk.gemm_k(h, weight, mask=mask, residual=residual, backend="triton")
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
 from wide_kernels.benchmarks.cases import Sizes, ffn_cases
 from wide_kernels.benchmarks.parallel import WarmTask
 from wide_kernels.benchmarks.timing import captured, interleaved
-from wide_kernels.tuning.table import TUNED, force
+from wide_kernels.tuning.disk import write_tuned
+from wide_kernels.tuning.lookup import forget, token_bucket
+from wide_kernels.tuning.table import TUNED, Key, force
 
 
 def candidates(kernel: str) -> Iterator[dict[str, int]]:
@@ -26,12 +29,14 @@ def candidates(kernel: str) -> Iterator[dict[str, int]]:
     elif kernel == "gemm_k_order":
         for segment, megabytes in itertools.product((4, 6, 7, 8), (16, 32, 64, 1024)):
             yield {"S": segment, "SLAB_MB": megabytes}
+    elif kernel.startswith("vector"):
+        for (bn, chunks), stages in itertools.product(((2, 256), (2, 512), (4, 128), (4, 256), (8, 128)), (1, 3)):
+            yield {"BN": bn, "BC": chunks, "STAGES": stages, "num_warps": 4}
     else:
-        for bn, bk, stages in itertools.product((16, 32), (128, 256), (3, 5)):
-            yield {"BN": bn, "BK": bk, "num_warps": 4, "num_stages": stages}
-        if kernel == "few_rows_k":
-            for splits in (1, 2, 4, 8):
-                yield {"BN": 16, "BK": 128, "num_warps": 4, "num_stages": 4, "SPLITS": splits}
+        for (bn, bk), stages in itertools.product(((64, 64), (64, 128), (128, 64), (128, 128)), (3, 4, 5)):
+            for splits in (2, 4, 8) if kernel == "few_rows_k" else (0,):
+                config = {"BN": bn, "BK": bk, "num_warps": bn // 16, "num_stages": stages}
+                yield config | ({"SPLITS": splits} if splits else {})
 
 
 def tune_tasks(kernel: str, sizes: Sizes) -> list[WarmTask]:
@@ -57,3 +62,18 @@ def tune(kernel: str, sizes: Sizes) -> list[dict[str, object]]:
         found.append({"config": config, "p50_ms": times.p50_ms, "error": error})
         torch.cuda.empty_cache()
     return sorted(found, key=lambda entry: float(str(entry.get("p50_ms", "inf"))))
+
+
+def save(found: Sequence[tuple[str, Sizes, list[dict[str, object]]]]) -> Path | None:
+    """Write the fastest configuration of each (kernel, point) that beat the built-in one; None if none did."""
+    winners: dict[Key, Mapping[str, int]] = {}
+    for kernel, sizes, entries in found:
+        config = entries[0].get("config") if entries and "p50_ms" in entries[0] else None
+        if isinstance(config, dict) and config:
+            dtype = str(sizes.dtype).removeprefix("torch.")
+            winners[Key(kernel, token_bucket(sizes.rows), sizes.group, dtype)] = config
+    if not winners:
+        return None
+    path = write_tuned(torch.cuda.get_device_name(), winners)
+    forget()
+    return path

@@ -9,9 +9,8 @@ from wide_kernels.tuning.table import forced
 from wide_kernels.tuning.tiles import largest_power, padded_rows
 
 CHANNEL_STEP = 64  # of the kernel for Hopper: 128 bytes, a swizzled row in shared memory
-FEW_ROWS = 64  # up to here a tile holds all rows and the mask is read as it is
+FEW_ROWS = 128  # up to here the mask is read as it is; above, rows sorted by pattern are faster
 MANY_ROWS = 2048  # from here on segments are long enough for few roundings, and scattering fp32 costs most of the time
-PROGRAMS = 1024  # enough to keep the memory of a large GPU busy while each reads a few kilobytes at a time
 SLAB_BYTES = 32 << 20  # of the output: what stays in a 50 MB L2 beside the operands; scattering there is twice as fast
 
 
@@ -48,16 +47,3 @@ def slab_columns(rows: int, columns: int, item_bytes: int, column_tile: int) -> 
     slab_bytes = forced("gemm_k_order").get("SLAB_MB", SLAB_BYTES >> 20) << 20
     tiles = max(1, slab_bytes // (rows * item_bytes * column_tile))
     return min(tiles * column_tile, -(-columns // column_tile) * column_tile)
-
-
-def few_rows_config(rows: int, columns: int, width: int, groups: int, dtype: torch.dtype) -> dict[str, int]:
-    """For a few rows: narrow column tiles, and K split over programs when the columns alone give too few."""
-    depth = 128 if dtype is torch.float32 else 256
-    config = {"BM": padded_rows(rows), "BN": 16, "BK": largest_power(width, depth), "num_warps": 4, "num_stages": 4}
-    if rows > 16:
-        config |= {"BN": 32, "BK": largest_power(width, depth // 2)}
-    tiles = -(-columns // config["BN"])
-    config["SPLITS"] = max(1, min(PROGRAMS // tiles, groups * (width // config["BK"]) // 4))
-    config |= forced("few_rows_k")
-    config["BK"] = largest_power(width, config["BK"])
-    return config

@@ -120,9 +120,12 @@ def _gemm_k(
 
         return gluon.project(h, weight, mask, residual)
     if backend == "triton":
-        from wide_kernels.gemm_k import triton
+        from wide_kernels.gemm_k import few_rows
+        from wide_kernels.gemm_k.triton import project
 
-        return triton.project(h, weight, mask, residual, accumulate, deterministic)
+        if h.shape[0] <= FEW_ROWS:
+            return few_rows.project(h, weight, mask, residual)
+        return project(h, weight, mask, residual, accumulate, deterministic)
     return gemm_k_reference(h, weight, mask, residual)
 
 

@@ -1,4 +1,4 @@
-"""Triton: the down projection over executed groups only, for many rows and for a few."""
+"""Triton: the down projection over executed groups only, for many rows."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wide_kernels.dispatch import on_device_of
 from wide_kernels.errors import UnsupportedError
-from wide_kernels.gemm_k.configs import FEW_ROWS, few_rows_config, slab_columns, sorted_groups, tile_config
+from wide_kernels.gemm_k.configs import slab_columns, sorted_groups, tile_config
 from wide_kernels.gemm_k.sorting import SortedPatterns, either, sort_patterns
 
 
@@ -83,86 +83,6 @@ def tile_kernel(
             tl.store(target, tl.load(target, mask=live, other=0.0) + acc, mask=live)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def few_rows_kernel(
-    h,
-    weight,
-    residual,
-    out,
-    partial,
-    active,
-    active_rows,
-    mask,
-    rows,
-    stride_h,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    G: tl.constexpr,
-    N_G: tl.constexpr,
-    N_G_PADDED: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """All rows (at most BM) times BN columns, over every SPLITS-th step of the groups that some row runs."""
-    group = tl.arange(0, N_G_PADDED)
-    runners = tl.zeros((N_G_PADDED,), tl.int64)  # one bit a row
-    for r in range(0, rows):
-        runners |= tl.load(mask + r * N_G + group, mask=group < N_G, other=0).to(tl.int64) << r
-    some = (runners != 0).to(tl.int32)
-    place = tl.cumsum(some, 0) - some
-    # Every program writes the same lists and reads back what it wrote itself: no launch just for them.
-    tl.store(active + place, group, mask=some != 0)
-    tl.store(active_rows + place, runners, mask=some != 0)
-    tl.debug_barrier()
-    steps: tl.constexpr = G // BK
-    row = tl.arange(0, BM)
-    inside = row < rows
-    depth = tl.arange(0, BK)
-    column = tl.program_id(0) * BN + tl.arange(0, BN)
-    h_tile = h + row[:, None].to(tl.int64) * stride_h + depth[None, :]
-    w_tile = weight + tl.minimum(column, N - 1)[None, :].to(tl.int64) * K + depth[:, None]
-    acc = tl.zeros((BM, BN), tl.float32)
-    split = tl.program_id(1)
-    # The list is read one step ahead: an index read in its own step would halve the depth of the load pipeline.
-    end = tl.sum(some, 0) * steps
-    g = tl.load(active + split // steps, mask=split < end, other=0)
-    who = tl.load(active_rows + split // steps, mask=split < end, other=0)
-    for step in range(split, end, SPLITS):
-        k = g * G + (step % steps) * BK
-        runs = ((who >> row) & 1) != 0
-        a = tl.load(h_tile + k, mask=runs[:, None], other=0.0)
-        b = tl.load(w_tile + k)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
-        ahead = step + SPLITS
-        g = tl.load(active + ahead // steps, mask=ahead < end, other=0)
-        who = tl.load(active_rows + ahead // steps, mask=ahead < end, other=0)
-    target = row[:, None].to(tl.int64) * N + column[None, :]
-    known = inside[:, None] & (column < N)[None, :]
-    if SPLITS > 1:
-        tl.store(partial + split.to(tl.int64) * rows * N + target, acc, mask=known)
-    else:
-        if HAS_RESIDUAL:
-            acc += tl.load(residual + target, mask=known, other=0.0).to(tl.float32)
-        tl.store(out + target, acc.to(out.dtype.element_ty), mask=known)
-
-
-@triton.jit(do_not_specialize=["size"])
-def reduce_kernel(partial, residual, out, size, HAS_RESIDUAL: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """out = the sum of the splits in a fixed order, plus the residual."""
-    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    known = entry < size
-    total = tl.zeros((BLOCK,), tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(partial + split * size + entry, mask=known, other=0.0)
-    if HAS_RESIDUAL:
-        total += tl.load(residual + entry, mask=known, other=0.0).to(tl.float32)
-    tl.store(out + entry, total.to(out.dtype.element_ty), mask=known)
-
-
 def project(
     h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None, accumulate: str, deterministic: bool
 ) -> Tensor:
@@ -173,8 +93,6 @@ def project(
     h = h if h.stride(1) == 1 else h.contiguous()
     mask = mask.contiguous()
     with on_device_of(h):
-        if rows <= FEW_ROWS:
-            return _few_rows(h, weight, mask, residual)
         patterns = sort_patterns(mask, sorted_groups(rows, mask.shape[1]))
         if accumulate == "bf16":
             if h.is_cuda and torch.cuda.get_device_capability(h.device) < (9, 0):
@@ -231,25 +149,4 @@ def _scatter_slabs(
             out[:, part].copy_(complete)
         else:
             torch.add(complete, residual[:, part], out=out[:, part])
-    return out
-
-
-def _few_rows(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None) -> Tensor:
-    (rows, depth), columns, groups = h.shape, weight.shape[0], mask.shape[1]
-    width = depth // groups
-    out = torch.empty(rows, columns, dtype=h.dtype, device=h.device)
-    config = few_rows_config(rows, columns, width, groups, h.dtype)
-    splits = config["SPLITS"]
-    active = torch.empty(groups, dtype=torch.int32, device=h.device)
-    active_rows = torch.empty(groups, dtype=torch.int64, device=h.device)
-    partial = torch.empty(splits if splits > 1 else 0, rows, columns, dtype=torch.float32, device=h.device)
-    fused = (residual is not None,)
-    residual = out if residual is None else residual.contiguous()  # else a pointer that the kernel does not follow
-    few_rows_kernel[(triton.cdiv(columns, config["BN"]), splits)](
-        h, weight, residual, out, partial, active, active_rows, mask.view(torch.uint8), rows, h.stride(0),
-        columns, depth, width, groups, triton.next_power_of_2(groups), *fused, PRECISION=_precision(h.dtype), **config,
-    )  # fmt: skip
-    if splits > 1:
-        size = rows * columns
-        reduce_kernel[(triton.cdiv(size, 512),)](partial, residual, out, size, *fused, splits, 512)
     return out

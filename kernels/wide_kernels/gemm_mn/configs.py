@@ -7,10 +7,8 @@ import torch
 from wide_kernels.tuning.table import forced
 from wide_kernels.tuning.tiles import largest_power, padded_rows
 
-FEW_ROWS = 64  # up to here a tile holds all rows and the mask is read as it is
-
 HOPPER_DEPTH = 64  # K of a ring stage in Gluon's kernel: rows of 128 bytes, the widest swizzle
-HOPPER_ROWS = 64  # it needs more rows than this
+FEW_ROWS = 128  # up to here the mask is read as it is; above, tiles of gathered rows are faster
 _RING_BYTES = 221 << 10  # of Hopper's 227 KB; the rest is for barriers and for turning results round
 
 
@@ -28,8 +26,8 @@ def hopper_config(rows: int, width: int, gated: bool) -> dict[str, int]:
 
 def hopper_refusal(rows: int, depth: int, elements: int) -> dict[str, str]:
     """As Problem.refused, what Gluon's kernel does not take: few rows, a ragged K, an x beyond its int32 units."""
-    if rows <= HOPPER_ROWS:
-        return {"gluon": f"it needs more than {HOPPER_ROWS} rows"}
+    if rows <= FEW_ROWS:
+        return {"gluon": f"it needs more than {FEW_ROWS} rows"}
     if depth % HOPPER_DEPTH:
         return {"gluon": f"K must be a multiple of {HOPPER_DEPTH}, got {depth}"}
     if elements >= 1 << 34:
@@ -47,15 +45,6 @@ def tile_config(rows: int, depth: int, width: int, gated: bool, dtype: torch.dty
     config = {"BM": 128, "BN": wide, "BK": 64, "BAND": 8, "num_warps": 8 if gated or wide > 64 else 4, "num_stages": 3}
     config |= forced("gated_mlp_up" if gated else "gemm_mn", width)
     config["BM"] = min(config["BM"], padded_rows(rows))
-    return _fit(config, depth, dtype)
-
-
-def few_rows_config(rows: int, depth: int, width: int, gated: bool, dtype: torch.dtype) -> dict[str, int]:
-    """For a few rows: narrow column tiles, so that enough programs keep the memory busy, and deep loads."""
-    config = {"BM": padded_rows(rows), "BN": largest_power(width, 16), "BK": 256, "num_warps": 4, "num_stages": 4}
-    if rows > 16:
-        config |= {"BN": largest_power(width, 32), "BK": 128}
-    config |= forced("few_rows_gated" if gated else "few_rows_mn", width)
     return _fit(config, depth, dtype)
 
 

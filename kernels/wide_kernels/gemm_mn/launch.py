@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from wide_kernels.activations import activate, activate_backward, check_activation
 from wide_kernels.checks import group_width, same_kind, same_size, shape_of, strided
 from wide_kernels.dispatch import Problem, choose
-from wide_kernels.gemm_mn.configs import hopper_refusal
+from wide_kernels.gemm_mn.configs import FEW_ROWS, hopper_refusal
 from wide_kernels.gemm_mn.reference import gated_mlp_up_reference, gemm_mn_reference, zero_skipped
 from wide_kernels.layout import RouteLayout, decision, sorted_rows
 
@@ -71,17 +72,11 @@ def gemm_mn_problem(
     mask: Tensor | None = None,
 ) -> Problem:
     """The facts that decide the backend of `gemm_mn`; raises UnsupportedError for what no backend takes."""
-    op = "gemm_mn"
-    check_activation(op, activation)
-    same_kind(op, x, weight=weight, bias=bias)
-    rows, depth = shape_of(op, "x", x, "T K")
-    columns, weight_depth = shape_of(op, "weight", weight, "N K")
-    same_size(op, "K of weight", weight_depth, depth)
+    problem = _problem("gemm_mn", "N K", x, {"weight": weight}, layout, mask, activation)
+    same_kind("gemm_mn", x, bias=bias)
     if bias is not None:
-        same_size(op, "the size of bias", shape_of(op, "bias", bias, "N")[0], columns)
-    width = group_width(op, "N", columns, decision(op, x, layout, mask).shape[1])
-    sizes = {"K": depth, "the group width": width}
-    return Problem(op, x.device, x.dtype, sizes, strided(weight=weight), hopper_refusal(rows, depth, x.numel()))
+        same_size("gemm_mn", "the size of bias", shape_of("gemm_mn", "bias", bias, "N")[0], weight.shape[0])
+    return problem
 
 
 def gated_mlp_up_problem(
@@ -94,18 +89,51 @@ def gated_mlp_up_problem(
     mask: Tensor | None = None,
 ) -> Problem:
     """The facts that decide the backend of `gated_mlp_up`; raises UnsupportedError for what no backend takes."""
-    op = "gated_mlp_up"
+    return _problem("gated_mlp_up", "D' D", x, {"w_gate": w_gate, "w_up": w_up}, layout, mask, activation)
+
+
+def _problem(
+    op: str,
+    dims: str,
+    x: Tensor,
+    weights: Mapping[str, Tensor],
+    layout: RouteLayout | None,
+    mask: Tensor | None,
+    activation: str | None,
+) -> Problem:
+    """What both operators demand; `dims` names the sizes of a weight."""
     check_activation(op, activation)
-    same_kind(op, x, w_gate=w_gate, w_up=w_up)
-    rows, depth = shape_of(op, "x", x, "T D")
-    columns, weight_depth = shape_of(op, "w_gate", w_gate, "D' D")
-    same_size(op, "D of w_gate", weight_depth, depth)
-    up_columns, up_depth = shape_of(op, "w_up", w_up, "D' D")
-    same_size(op, "D of w_up", up_depth, depth)
-    same_size(op, "D' of w_up", up_columns, columns)
-    width = group_width(op, "D'", columns, decision(op, x, layout, mask).shape[1])
-    sizes, copies = {"D": depth, "the group width": width}, strided(w_gate=w_gate, w_up=w_up)
-    return Problem(op, x.device, x.dtype, sizes, copies, hopper_refusal(rows, depth, x.numel()))
+    same_kind(op, x, **weights)
+    output, inner = dims.split()
+    rows, depth = shape_of(op, "x", x, f"T {inner}")
+    columns = None
+    for name, weight in weights.items():
+        weight_columns, weight_depth = shape_of(op, name, weight, dims)
+        same_size(op, f"{inner} of {name}", weight_depth, depth)
+        columns = weight_columns if columns is None else columns
+        same_size(op, f"{output} of {name}", weight_columns, columns)
+    assert columns is not None  # there is at least one weight
+    width = group_width(op, output, columns, decision(op, x, layout, mask).shape[1])
+    sizes = {inner: depth, "the group width": width}
+    return Problem(op, x.device, x.dtype, sizes, strided(**weights), hopper_refusal(rows, depth, x.numel()))
+
+
+def _triton(
+    x: Tensor,
+    weight: Tensor,
+    weight_up: Tensor | None,
+    mask: Tensor,
+    index: Tensor | None,
+    count: Tensor | None,
+    bias: Tensor | None,
+    activation: str | None,
+) -> Tensor:
+    from wide_kernels.gemm_mn import few_rows
+    from wide_kernels.gemm_mn.triton import project
+
+    if x.shape[0] <= FEW_ROWS:
+        return few_rows.project(x, weight, weight_up, mask, bias, activation)
+    return project(x, weight, weight_up, mask, index, count, bias, activation)
 
 
 @torch.library.custom_op(
@@ -129,9 +157,7 @@ def _gemm_mn(
 
         return gluon.project(x, weight, None, mask, index, count, bias, activation)
     if backend == "triton":
-        from wide_kernels.gemm_mn import triton
-
-        return triton.project(x, weight, None, mask, index, count, bias, activation)
+        return _triton(x, weight, None, mask, index, count, bias, activation)
     return gemm_mn_reference(x, weight, mask, bias, activation)
 
 
@@ -182,9 +208,7 @@ def _gated_mlp_up(
 
         return gluon.project(x, w_gate, w_up, mask, index, count, None, activation)
     if backend == "triton":
-        from wide_kernels.gemm_mn import triton
-
-        return triton.project(x, w_gate, w_up, mask, index, count, None, activation)
+        return _triton(x, w_gate, w_up, mask, index, count, None, activation)
     return gated_mlp_up_reference(x, w_gate, w_up, mask, activation)
 
 

@@ -1,4 +1,4 @@
-"""Triton: gathered rows times the weights of one group, for many rows from a layout and for a few from the mask."""
+"""Triton: gathered rows times the weights of one group, for many rows, from a layout."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wide_kernels.dispatch import on_device_of
-from wide_kernels.gemm_mn.configs import FEW_ROWS, few_rows_config, tile_config
+from wide_kernels.gemm_mn.configs import tile_config
 from wide_kernels.layout import route_layout
 
 
@@ -107,66 +107,6 @@ def tile_kernel(
         tl.store(target, tl.zeros((BM, BN), out.dtype.element_ty), mask=inside[:, None])
 
 
-@triton.jit(do_not_specialize=["rows"])
-def few_rows_kernel(
-    x,
-    weight,
-    weight_up,
-    bias,
-    out,
-    mask,
-    rows,
-    stride_x,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    G: tl.constexpr,
-    GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """All rows (at most BM) times BN columns of one group; its weights are read only if some row runs the group."""
-    column = tl.program_id(0) * BN
-    group = column // G
-    row = tl.arange(0, BM)
-    inside = row < rows
-    live = tl.load(mask + row * (N // G) + group, mask=inside, other=0) != 0
-    columns = column + tl.arange(0, BN)
-    target = out + row[:, None] * N + columns[None, :]
-    if tl.max(live.to(tl.int32), 0) != 0:
-        depth = tl.arange(0, BK)
-        x_tile = x + row[:, None] * stride_x + depth[None, :]
-        offset = columns[None, :].to(tl.int64) * K + depth[:, None]
-        acc = tl.zeros((BM, BN), tl.float32)
-        acc_up = tl.zeros((BM, BN), tl.float32)
-        for k in range(0, K, BK):
-            if K % BK == 0:
-                a = tl.load(x_tile + k, mask=live[:, None], other=0.0)
-                b = tl.load(weight + offset + k)
-            else:
-                a = tl.load(x_tile + k, mask=live[:, None] & (depth + k < K)[None, :], other=0.0)
-                b = tl.load(weight + offset + k, mask=(depth + k < K)[:, None], other=0.0)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
-            if GATED:
-                if K % BK == 0:
-                    c = tl.load(weight_up + offset + k)
-                else:
-                    c = tl.load(weight_up + offset + k, mask=(depth + k < K)[:, None], other=0.0)
-                acc_up = tl.dot(a, c, acc_up, input_precision=PRECISION)
-        if HAS_BIAS:
-            acc += tl.load(bias + columns).to(tl.float32)[None, :]
-        acc = activated(acc, ACTIVATION)
-        if GATED:
-            acc *= acc_up
-        acc = tl.where(live[:, None], acc, 0.0)
-        tl.store(target, acc.to(out.dtype.element_ty), mask=inside[:, None])
-    else:
-        tl.store(target, tl.zeros((BM, BN), out.dtype.element_ty), mask=inside[:, None])
-
-
 def project(
     x: Tensor,
     weight: Tensor,
@@ -190,13 +130,6 @@ def project(
     fused = (gated, bias is not None, activation or "none", "ieee" if x.dtype is torch.float32 else "tf32")
     bias = weight if bias is None else bias  # a pointer that the kernel does not follow
     with on_device_of(x):
-        if rows <= FEW_ROWS:
-            few = few_rows_config(rows, depth, width, gated, x.dtype)
-            few_rows_kernel[(columns // few["BN"],)](
-                x, weight, up, bias, out, mask.contiguous().view(torch.uint8), rows, x.stride(0), columns, depth, width,
-                *fused, **few,
-            )  # fmt: skip
-            return out
         if index is None or count is None:
             layout = route_layout(mask, backend="triton")
             index, count = layout.index, layout.count

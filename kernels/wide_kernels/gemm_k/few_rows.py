@@ -1,0 +1,181 @@
+"""Triton, a few rows (decode): the down projection with the skipped groups' weights left unread.
+
+Every program owns some output columns, that is rows of the weight, and walks along them in the order of memory; loads
+of skipped groups are switched off where they stand. So the work is even whatever the masks are, and nothing is listed
+beforehand. One row: fp32 sums in registers, one program for all of K. More rows: tensor cores with the weights as the
+left operand, K cut into splits, the last program of a column tile to finish adds them up in a fixed order.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from wide_kernels.arrivals import arrival_counters
+from wide_kernels.dispatch import on_device_of
+from wide_kernels.tuning.lookup import overlapped, tuned
+from wide_kernels.tuning.tiles import largest_power, padded_rows
+
+PROGRAMS = 264  # two for each multiprocessor of the largest GPUs
+
+
+@triton.jit
+def vector_kernel(
+    h,
+    weight,
+    residual,
+    out,
+    mask,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+    BN: tl.constexpr,
+    BC: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One row times BN columns. A step takes BC chunks of 8 values, 16 bytes in half precision, of some groups."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    chunk = tl.arange(0, BC) * 8
+    depth = chunk[:, None] + tl.arange(0, 8)[None, :]
+    # Chunks come first in the tile: neighbouring threads then read neighbouring chunks of one row.
+    w_tile = weight + column[None, :, None].to(tl.int64) * K + depth[:, None, :]
+    acc = tl.zeros((BC, BN), tl.float32)
+    # Whether a chunk's group runs is read one step ahead: the loads of a step wait for nothing.
+    flags = tl.load(mask + chunk // G, mask=chunk < K, other=0)
+    for k in tl.range(0, K, BC * 8, num_stages=STAGES):
+        runs = flags != 0
+        ahead = k + BC * 8 + chunk
+        flags = tl.load(mask + ahead // G, mask=ahead < K, other=0)
+        a = tl.load(h + k + depth, mask=runs[:, None], other=0.0)
+        b = tl.load(w_tile + k, mask=runs[:, None, None], other=0.0)
+        acc += tl.sum(a.to(tl.float32)[:, None, :] * b.to(tl.float32), 2)
+    y = tl.sum(acc, 0)
+    if HAS_RESIDUAL:
+        y += tl.load(residual + column).to(tl.float32)
+    tl.store(out + column, y.to(out.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rows_kernel(
+    h,
+    weight,
+    residual,
+    out,
+    partial,
+    arrived,
+    mask,
+    rows,
+    stride_h,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """All rows (at most BT) times BN columns, over every SPLITS-th step of K; weights that no row needs stay unread.
+
+    `arrived` is zero for every column tile before and after: the last split to come adds up all of them.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    split = tl.program_id(1)
+    row = tl.arange(0, BT)
+    inside = row < rows
+    depth = tl.arange(0, BK)
+    w_tile = weight + column[:, None].to(tl.int64) * K + depth[None, :]
+    h_tile = h + row[None, :].to(tl.int64) * stride_h + depth[:, None]
+    row_flags = mask + row * (K // G)
+    acc = tl.zeros((BN, BT), tl.float32)
+    # Who runs a group is read one step ahead: read in its own step, it would halve the depth of the load pipeline.
+    flags = tl.load(row_flags + split * BK // G, mask=inside, other=0)
+    for k in range(split * BK, K, SPLITS * BK):
+        runs = flags != 0
+        read = tl.where(column < N, tl.max(flags.to(tl.int32), 0), 0) != 0
+        ahead = tl.minimum(k + SPLITS * BK, K - BK)
+        flags = tl.load(row_flags + ahead // G, mask=inside, other=0)
+        a = tl.load(w_tile + k, mask=read[:, None], other=0.0)
+        b = tl.load(h_tile + k, mask=runs[None, :], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    target = row[None, :].to(tl.int64) * N + column[:, None]
+    stored = inside[None, :] & (column < N)[:, None]
+    last = True
+    if SPLITS > 1:
+        tl.store(partial + split.to(tl.int64) * rows * N + target, acc, mask=stored)
+        tl.debug_barrier()  # all threads have stored before one of them says so
+        last = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") == SPLITS - 1
+    if last:
+        if SPLITS > 1:
+            acc = tl.zeros((BN, BT), tl.float32)
+            for other in range(SPLITS):
+                acc += tl.load(partial + other * rows * N + target, mask=stored, other=0.0, cache_modifier=".cg")
+            tl.store(arrived + tl.program_id(0), 0)
+        if HAS_RESIDUAL:
+            acc += tl.load(residual + target, mask=stored, other=0.0).to(tl.float32)
+        tl.store(out + target, acc.to(out.dtype.element_ty), mask=stored)
+
+
+def vector_config(columns: int, depth: int, width: int, dtype: torch.dtype) -> dict[str, int]:
+    """For one row: as in `gemm_mn`; skipped groups leave gaps in the steps."""
+    config = {"BN": 4, "BC": 256, "STAGES": 1, "num_warps": 4, "PDL": 0}
+    config |= tuned("vector_k", 1, width, dtype)
+    config["BN"] = largest_power(columns, config["BN"])
+    config["BC"] = min(config["BC"], padded_rows(-(-depth // 8)))
+    return overlapped(config)
+
+
+def rows_config(rows: int, columns: int, depth: int, width: int, dtype: torch.dtype) -> dict[str, int]:
+    """For several: tall tiles, so that h, which every column tile reads, weighs little; splits until the GPU is full.
+
+    A step stays within a group, so narrow groups get shallow steps.
+    """
+    config = {"BN": 64, "BK": 128 if rows <= 32 else 64, "num_stages": 4, "num_warps": 4, "PDL": 0}
+    config |= tuned("few_rows_k", rows, width, dtype)
+    config["BK"] = largest_power(width, config["BK"] // 2 if dtype is torch.float32 else config["BK"])
+    tiles = -(-columns // config["BN"])
+    config.setdefault("SPLITS", max(1, min(PROGRAMS // tiles, depth // config["BK"] // 4)))
+    return overlapped(config | {"BT": padded_rows(rows)})
+
+
+def project(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None) -> Tensor:
+    """`gemm_k` for h [T, K] of at most FEW_ROWS rows, straight from the mask; the order of the sums is fixed."""
+    (rows, depth), columns = h.shape, weight.shape[0]
+    out = torch.empty(rows, columns, dtype=h.dtype, device=h.device)
+    if rows == 0:
+        return out
+    h = h if h.stride(1) == 1 else h.contiguous()
+    width = depth // mask.shape[1]
+    flags = mask.contiguous().view(torch.uint8)
+    fused = (depth, width, residual is not None)
+    added = out if residual is None else residual.contiguous()  # else a pointer that the kernel does not follow
+    with on_device_of(h):
+        if rows == 1:
+            config = vector_config(columns, depth, width, h.dtype)
+            vector_kernel[(columns // config["BN"],)](h, weight, added, out, flags, *fused, **config)
+            return out
+        config = rows_config(rows, columns, depth, width, h.dtype)
+        tiles, splits = triton.cdiv(columns, config["BN"]), config["SPLITS"]
+        partial, arrived = out, out
+        if splits > 1:
+            partial = torch.empty(splits, rows, columns, dtype=torch.float32, device=h.device)
+            arrived = arrival_counters(h.device, tiles)
+        precision = "ieee" if h.dtype is torch.float32 else "tf32"
+        rows_kernel[(tiles, splits)](
+            h, weight, added, out, partial, arrived, flags, rows, h.stride(0),
+            columns, *fused, PRECISION=precision, **config,
+        )  # fmt: skip
+    return out
