@@ -21,6 +21,7 @@ from wide_kernels.gemm_k import sorting
 from wide_kernels.gemm_k import triton as k_kernels
 from wide_kernels.gemm_mn import configs as mn_configs
 from wide_kernels.gemm_mn import triton as mn_kernels
+from wide_kernels.norm_route import configs as norm_configs
 from wide_kernels.norm_route import triton as norm_kernels
 
 D, F, G, T, RANK = 4096, 14336, 128, 16384, 32
@@ -86,34 +87,29 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
         f"*fp32 {p} {p} i32",
         {"HAS_RESIDUAL": True, "SPLITS": 4, "BLOCK": 512},
     )
-    tf32 = "ieee" if dtype is torch.float32 else "tf32x3"
-    route: dict[str, Any] = {"D": D, "R": RANK, "RP": RANK, "BM": 16, "BD": norm_kernels.BLOCK_D}
-    router = "*fp32 *fp32 *fp32 *fp32"
-    found["norm_rows"] = (
-        norm_kernels.rows_kernel,
-        f"{p} {p} {router} {p} *u8 i32 fp32",
-        route | {"N_G": GROUPS, "PRECISION": tf32, "BM": 32, "BD": 64, "BG": norm_kernels.BLOCK_G},
-    )
-    found["norm_partial"] = (norm_kernels.partial_kernel, f"{p} *fp32 *fp32 *fp32 i32", route | {"PRECISION": tf32})
-    found["norm_finish"] = (
-        norm_kernels.finish_kernel,
-        f"{p} {p} *fp32 *fp32 *fp32 *fp32 *fp32 {p} *u8 i32 fp32",
-        route | {"N_G": GROUPS, "BG": norm_kernels.BLOCK_G},
-    )
+    for rows in (1, T):
+        found[f"norm_route {rows}"] = (
+            norm_kernels.chunk_kernel,
+            f"{p} {p} *fp32 *fp32 *fp32 *fp32 *fp32 *fp32 {p} *u8 *i32 i32 fp32",
+            {"D": D, "R": RANK, "RP": RANK, "N_G": GROUPS, "NORMALISED": True, "TAP_EPS": 1e-6, "HALVES": "both"}
+            | {"PARTS": 1 if dtype is torch.float32 else 2}
+            | norm_configs.chunk_config(rows, D),
+        )
     return found
 
 
 def sorting_kernels() -> dict[str, tuple[Any, str, dict[str, Any]]]:
     """The kernels that only see masks."""
-    block: dict[str, Any] = {"N_G": GROUPS, "BLOCK_T": compaction.BLOCK_ROWS, "BLOCK_G": compaction.BLOCK_GROUPS}
+    place: dict[str, Any] = {"N_G": GROUPS, "HALVES": "both", "PARTS": compaction.PARTS}
     sort: dict[str, Any] = {"N_G": GROUPS, "S": 7, "BLOCK_T": sorting.BLOCK_ROWS, "num_warps": 8}
     return {
-        "layout_count": (compaction.count_kernel, "*u8 *i32 i32", block),
-        "layout_place": (
+        f"layout {rows}": (
             compaction.place_kernel,
-            "*u8 *i32 *i32 *i32 i32 i32",
-            block | {"BLOCK_P": compaction.BLOCK_PARTS},
-        ),
+            "*u8 *i32 *i32 *i32 *i32 i32 i32",
+            place | compaction.layout_config(rows, GROUPS),
+        )
+        for rows in (64, T)
+    } | {
         "sort_count": (sorting.count_kernel, "*u8 *i32 i32 i32", sort),
         "sort_scan": (sorting.scan_kernel, "*i32 i32", {"BLOCK": sorting.SCAN, "num_warps": 8}),
         "sort_place": (sorting.place_kernel, "*u8 *i32 *i32 *i32 i32 i32", sort),

@@ -16,6 +16,8 @@ TUNED = {
     "few_rows_mn": "gemm_mn",
     "few_rows_gated": "gated_mlp_up",
     "few_rows_k": "gemm_k",
+    "norm_route": "norm_route",
+    "route_layout": "route_layout",
 }
 
 _FORCED: dict[str, Mapping[str, int]] = {}
