@@ -11,11 +11,13 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
 from wide_kernels.benchmarks.awkward import LARGE, SMALL, errors
 from wide_kernels.benchmarks.cases import Sizes, ffn_cases
+from wide_kernels.benchmarks.whole_ffn import ffn_case
 from wide_kernels.tuning.table import force
 
 MAX_WORKERS = 12
@@ -64,8 +66,11 @@ class WarmTask:
         """Run it; a failure is a note, the timing process will meet it again."""
         try:
             with force(self.kernel, dict(self.config)):
-                for case in ffn_cases(self.sizes, set(self.ops), gather=False):
+                whole = map(ffn_case, [self.sizes] if "ffn" in self.ops else [])
+                for case in chain(ffn_cases(self.sizes, set(self.ops), gather=False), whole):
                     case.routed()
+                    for name in case.backends.keys() - {"torch"}:
+                        case.backends[name]()
             torch.cuda.synchronize()
         except Exception as failure:  # e.g. too much shared memory: a candidate that is out
             return Outcome(notes=[f"{self.kernel} {dict(self.config)}: {type(failure).__name__}"])

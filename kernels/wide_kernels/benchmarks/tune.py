@@ -23,6 +23,12 @@ def candidates(kernel: str) -> Iterator[dict[str, int]]:
     elif kernel == "gemm_k_order":
         for segment, megabytes in itertools.product((4, 6, 7, 8), (16, 32, 64, 1024)):
             yield {"S": segment, "SLAB_MB": megabytes}
+    elif kernel == "norm_route":
+        for bm, bd, warps in itertools.product((16, 32, 64, 128), (128, 256, 512), (4, 8)):
+            yield {"BM": bm, "BD": bd, "num_warps": warps}
+    elif kernel == "route_layout":
+        for block, wide, warps in itertools.product((128, 256, 512, 1024), (16, 32), (8, 16)):
+            yield {"BLOCK_T": block, "BLOCK_G": wide, "num_warps": warps}
     else:
         for bn, bk, stages in itertools.product((16, 32), (128, 256), (3, 5)):
             yield {"BN": bn, "BK": bk, "num_warps": 4, "num_stages": stages}
