@@ -147,6 +147,7 @@ def measure(arguments: argparse.Namespace, deadline: float) -> Iterator[dict[str
         if time.monotonic() > deadline:
             yield {"left_out": f"T={sizes.rows} G={sizes.group} density={sizes.density:g}"}
             continue
+        known = None if sizes.recorded is None else structure(sizes.recorded.to(sizes.device))
         cases = ffn_cases(sizes, set(arguments.ops), arguments.gather and i == 0)
         if "ffn" in arguments.ops:
             cases = chain(cases, map(ffn_case, [sizes]))  # made when it is its turn
@@ -155,7 +156,7 @@ def measure(arguments: argparse.Namespace, deadline: float) -> Iterator[dict[str
                 "model": sizes.model.name,
                 "dtype": arguments.dtype,
                 "masks": sizes.masks,
-                "structure": None if sizes.recorded is None else structure(sizes.recorded.to(sizes.device)),
+                "structure": known,
                 **measured(case, arguments.rounds, kernels, slow_backends=i < SLOW_POINTS),
             }
         if torch.cuda.is_available():

@@ -96,8 +96,8 @@ def compact(mask: Tensor) -> tuple[Tensor, Tensor]:
     blocks, columns = triton.cdiv(rows, config["BLOCK_T"]), triton.cdiv(groups, config["BLOCK_G"])
     parts = torch.empty(blocks, groups, dtype=torch.int32, device=mask.device)
     together = mask.is_cuda and blocks <= processors(mask.get_device())
-    counter = counters(mask.device, columns) if together else parts  # else a pointer that the kernel does not follow
     with on_device_of(mask):
+        counter = counters(mask.device, columns) if together else parts  # not followed then
         for halves in ("both",) if together else ("first", "second"):
             place_kernel[(blocks, columns)](
                 mask.view(torch.uint8), parts, index, count, counter, rows, blocks, groups, halves,

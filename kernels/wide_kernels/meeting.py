@@ -6,7 +6,7 @@ GPU starts programs in the order of their numbers; those that wait for each othe
 enough to be all resident (the launcher sees to that), so the group started first always gets on.
 
 Two launches that run at once must not share counters. Calls on one stream never run at once, so they share that
-stream's; a graph may be replayed on any stream, so each captured call has counters of its own.
+stream's; a graph may be replayed on any stream, so each captured call has counters of its own, for good.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -48,7 +48,7 @@ def processors(device: int) -> int:
 
 
 def counters(device: torch.device, count: int) -> Tensor:
-    """`count` counters for one launch on the current stream of a CUDA device."""
+    """`count` counters for one launch on the current stream of the current CUDA device."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     if torch.cuda.is_current_stream_capturing():
         first = _taken.get(index, 0)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from tests.tiny_models import random_ids, save_model_folder, tiny_plan, tiny_routed
-from wide_kernels.benchmarks.masks import read_masks
 
+from wide_kernels.benchmarks.masks import read_masks
 from widecli.evaluate.masks import main, record_masks
 from widecli.model import checkpoint
 from widecli.model.backbone import load_backbone

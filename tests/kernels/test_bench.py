@@ -160,6 +160,15 @@ def test_recorded_masks_are_read_and_described(tmp_path: Path) -> None:
     assert structure(torch.ones(200, 3, dtype=torch.bool))["constant"] == 1.0
 
 
+def test_masks_of_attention_are_left_to_its_own_operators(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    masks = {"0.attention": torch.ones(8, 2, dtype=torch.bool), "0.ffn": torch.ones(8, 4, dtype=torch.bool)}
+    save_file(masks, tmp_path / "m.safetensors")
+    arguments = argparse.Namespace(model="32x64", dtype="fp16", masks=tmp_path / "m.safetensors", points=None)
+    assert [(sizes.masks, sizes.point) for sizes in bench.points(arguments)] == [("0.ffn", (8, 16, 1.0))]
+
+
 def test_a_file_that_holds_no_masks_is_refused(tmp_path: Path) -> None:
     from wide_kernels.benchmarks.masks import read_masks
 

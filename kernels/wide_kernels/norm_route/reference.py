@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
 TAP_EPS = 1e-6  # of the router's own norm, whatever the layer's is: that which routers are calibrated with
 
 

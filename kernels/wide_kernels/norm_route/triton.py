@@ -187,10 +187,10 @@ def norm_and_decide(
     squares = torch.empty(chunks, rows, dtype=torch.float32, device=x.device)
     hidden = torch.empty(chunks, rows, padded, dtype=torch.float32, device=x.device)
     together = x.is_cuda and 1 < chunks <= processors(x.get_device())
-    counter = counters(x.device, tiles) if together else squares  # else a pointer that the kernel does not follow
     # A 16-bit x is exact in tf32, and w1 in two parts of it: two products on tensor cores are as good as fp32.
     parts = 1 if x.dtype is torch.float32 else 2
     with on_device_of(x):
+        counter = counters(x.device, tiles) if together else squares  # not followed then
         for halves in ("both",) if together else ("first", "second"):
             chunk_kernel[(chunks, tiles)](
                 x, norm_weight, w1, b1, w2, b2, squares, hidden, out, decided, counter, rows, eps,
