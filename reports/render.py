@@ -1,4 +1,4 @@
-"""Render the tables of reports/README.md from the records beside it: `python reports/render.py`.
+"""Render the tables of reports/README.md and the pages of reports/kernels: `python reports/render.py`.
 
 Every row is one run; its folder holds the summary, the recipe, the environment and, for a calibration, the metrics.
 """
@@ -10,6 +10,9 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
+
+import render_kernels
+from render_kernels import table
 
 HERE = Path(__file__).parent
 PLAIN, ARTICLES = "smollm2-h200", "smollm2-h200-articles"
@@ -51,12 +54,6 @@ def percent(value: float | None) -> str:
 def figure(value: float | None) -> str:
     """A perplexity."""
     return "" if value is None else f"{value:.2f}"
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table, first column left, the others right."""
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" + "---:|" * (len(head) - 1)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
 
 
 def quality(evals: dict[str, dict[str, Any]], runs: dict[str, dict[str, Any]]) -> str:
@@ -198,7 +195,7 @@ def insert(path: Path, text: str) -> None:
 
 
 def main() -> None:
-    """Write README.md here and the table of the project's README."""
+    """Write README.md here, the table of the project's README and a page beside each record of kernels."""
     evals, runs = load(PLAIN, "eval"), load(PLAIN, "calibrate")
     for name, run in runs.items():
         run["settings"] = settings(name)
@@ -219,6 +216,7 @@ def main() -> None:
     ]
     (HERE / "README.md").write_text("\n".join(parts))
     insert(HERE.parent / "README.md", readme_table())
+    render_kernels.render(HERE / "kernels")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,10 +27,10 @@ from wide_kernels.tuning.table import TUNED
 
 if TYPE_CHECKING:
     from wide_kernels.benchmarks.attention_cases import AttentionSizes
-    from wide_kernels.benchmarks.cases import Sizes, TimedCase
+    from wide_kernels.benchmarks.cases import Sizes
     from wide_kernels.benchmarks.parallel import Outcome
 
-FFN_OPS = ("route_layout", "gemm_mn", "gated_mlp_up", "gemm_k", "norm_route")
+FFN_OPS = ("route_layout", "gemm_mn", "gated_mlp_up", "gemm_k", "norm_route", "ffn")
 OPS = (*FFN_OPS, "attention_prefill", "attention_decode")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # (T, G, density): the reference point first, then the other group sizes, decode, shorter prompts, densities.
@@ -52,6 +53,7 @@ GRID = (
     (16384, 128, 0.25),
     (16384, 128, 0.0),
 )
+SLOW_POINTS = 2  # of the grid, at which the torch backend, which skips nothing, is timed too
 
 
 def say(text: str) -> None:
@@ -95,6 +97,8 @@ def points(arguments: argparse.Namespace) -> list[Sizes]:
         return [Sizes(model, rows, group, density, dtype) for rows, group, density in grid]
     found = []
     for name, mask in read_masks(arguments.masks).items():
+        if name.endswith(".attention"):
+            continue
         if model.intermediate_size % mask.shape[1]:
             raise UnsupportedError(f"{name}: {mask.shape[1]} groups do not divide {model.name}'s intermediate size")
         group, density = model.intermediate_size // mask.shape[1], round(float(mask.float().mean()), 3)
@@ -148,61 +152,41 @@ def measure(arguments: argparse.Namespace, deadline: float) -> Iterator[dict[str
     from wide_kernels.benchmarks.attention_cases import attention_case
     from wide_kernels.benchmarks.cases import ffn_cases
     from wide_kernels.benchmarks.masks import structure
+    from wide_kernels.benchmarks.measure import measured
+    from wide_kernels.benchmarks.whole_ffn import ffn_case
 
-    profiled: set[str] = set()
+    kernels: dict[str, list[str]] = {}
     for i, sizes in enumerate(points(arguments)):
-        rows, group, density = sizes.rows, sizes.group, sizes.density
         if time.monotonic() > deadline:
-            yield {"left_out": f"T={rows} G={group} density={density:g}"}
+            yield {"left_out": f"T={sizes.rows} G={sizes.group} density={sizes.density:g}"}
             continue
-        for case in ffn_cases(sizes, set(arguments.ops), arguments.gather and i == 0):
-            found = None if sizes.recorded is None else structure(sizes.recorded.cuda())
-            yield record_of(case, arguments, profiled) | {"masks": sizes.masks, "structure": found}
-        torch.cuda.empty_cache()
+        known = None if sizes.recorded is None else structure(sizes.recorded.to(sizes.device))
+        cases = ffn_cases(sizes, set(arguments.ops), arguments.gather and i == 0)
+        if "ffn" in arguments.ops:
+            cases = chain(cases, map(ffn_case, [sizes]))  # made when it is its turn
+        for case in cases:
+            yield {
+                "model": sizes.model.name,
+                "dtype": arguments.dtype,
+                "masks": sizes.masks,
+                "structure": known,
+                **measured(case, arguments.rounds, kernels, slow_backends=i < SLOW_POINTS),
+            }
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
     for where in attention_points(arguments):
         if time.monotonic() > deadline:
             yield {"left_out": str(where)}
             continue
-        yield record_of(attention_case(where), arguments, profiled) | {
-            "batch": where.batch, "keys": where.keys, "masks": "random"
-        }  # fmt: skip
+        yield {
+            "model": where.model.name,
+            "dtype": arguments.dtype,
+            "masks": "random",
+            "batch": where.batch,
+            "keys": where.keys,
+            **measured(attention_case(where), arguments.rounds, kernels, slow_backends=False),
+        }
         torch.cuda.empty_cache()
-
-
-def record_of(case: TimedCase, arguments: argparse.Namespace, profiled: set[str]) -> dict[str, object]:
-    """Check and time one case."""
-    from wide_kernels.benchmarks.timing import captured, interleaved, launched_kernels, peak_extra_bytes
-
-    error = case.check()
-    named = {"routed": case.routed, **case.dense, **case.others}
-    memory = {name: peak_extra_bytes(call) for name, call in named.items()}
-    kernels = []
-    key = f"{case.op} {case.rows <= 64}"
-    if key not in profiled:
-        profiled.add(key)
-        kernels = launched_kernels(case.routed)
-    calls = {name: captured(call) for name, call in named.items()}
-    times = interleaved(calls, arguments.rounds)
-    dense_name = min(case.dense, key=lambda name: times[name].p50_ms)
-    best, routed = times[dense_name].p50_ms, times["routed"].p50_ms
-    return {
-        "op": case.op,
-        "model": model_shape(arguments.model).name,
-        "dtype": arguments.dtype,
-        "rows": case.rows,
-        "group_size": case.group,
-        "density": case.density,
-        "backend": case.explanation.backend,
-        "explain": str(case.explanation),
-        "error": error,
-        "routed": times["routed"].as_dict(),
-        "baselines": {name: times[name].as_dict() for name in (*case.dense, *case.others)},
-        "best_dense": dense_name,
-        "speedup": best / routed,
-        "tflops": case.flops / routed / 1e9,
-        "peak_extra_bytes": memory,
-        "kernels": kernels,
-    }
 
 
 def row(record: dict[str, object]) -> str:
@@ -214,6 +198,11 @@ def row(record: dict[str, object]) -> str:
     others = "  ".join(
         f"{name} {times['p50_ms'] * 1e3:.1f} us {memory[name] / 2**20:.0f} MB" for name, times in baselines.items()
     )
+    backends = record["backends"]
+    assert isinstance(backends, dict)
+    if len(backends) > 1:
+        listed = (f"{name} {times['p50_ms'] * 1e3:.1f}" for name, times in backends.items())
+        others += f"  [{record['backend']} of {', '.join(listed)} us]"
     return (
         f"{record['op']!s:21}{record['rows']:>6}{record['group_size']:>5}{record['density']:>6}"
         f"{routed['p50_ms'] * 1e3:>10.1f}{record['speedup']:>7.2f}x{record['tflops']:>7.0f}{record['error']:>9.1e}"
@@ -289,12 +278,16 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
             path = save(timed)
             say("nothing beat the built-in configurations" if path is None else f"the launchers now take {path}")
         return document
+    from wide_kernels.benchmarks import targets
+
     say(f"{'operator':21}{'T':>6}{'G':>5}{'dens.':>6}{'us':>10}{'speed':>8}{'TF/s':>7}{'error':>9}{'MB':>7}  baselines")
-    results = []
+    results: list[dict[str, Any]] = []
     for record in measure(arguments, deadline):
         results.append(record)
         say(row(record))
     document["results"] = results
+    document["summary"] = entries = targets.summary(results)
+    say("\n".join(targets.lines(entries)))
     document["seconds"] = round(time.monotonic() - started, 1)
     return document
 

@@ -28,6 +28,7 @@ from wide_kernels.gemm_k.segments import TILE_ROWS
 from wide_kernels.gemm_mn import configs as mn_configs
 from wide_kernels.gemm_mn import few_rows as mn_few
 from wide_kernels.gemm_mn import triton as mn_kernels
+from wide_kernels.norm_route import configs as norm_configs
 from wide_kernels.norm_route import triton as norm_kernels
 
 D, F, G, T, RANK = 4096, 14336, 128, 16384, 32
@@ -103,20 +104,14 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
             f"{p} {p} {p} {p} *fp32 *i32 *u8 i32 i32",
             down | {"N": D, "PRECISION": precision} | k_few.rows_config(rows, D, F, G, dtype),
         )
-    tf32 = "ieee" if dtype is torch.float32 else "tf32x3"
-    route: dict[str, Any] = {"D": D, "R": RANK, "RP": RANK, "BM": 16, "BD": norm_kernels.BLOCK_D}
-    router = "*fp32 *fp32 *fp32 *fp32"
-    found["norm_rows"] = (
-        norm_kernels.rows_kernel,
-        f"{p} {p} {router} {p} *u8 i32 fp32",
-        route | {"N_G": GROUPS, "PRECISION": tf32, "BM": 32, "BD": 64, "BG": norm_kernels.BLOCK_G},
-    )
-    found["norm_partial"] = (norm_kernels.partial_kernel, f"{p} *fp32 *fp32 *fp32 i32", route | {"PRECISION": tf32})
-    found["norm_finish"] = (
-        norm_kernels.finish_kernel,
-        f"{p} {p} *fp32 *fp32 *fp32 *fp32 *fp32 {p} *u8 i32 fp32",
-        route | {"N_G": GROUPS, "BG": norm_kernels.BLOCK_G},
-    )
+    for rows in (1, T):
+        found[f"norm_route {rows}"] = (
+            norm_kernels.chunk_kernel,
+            f"{p} {p} *fp32 *fp32 *fp32 *fp32 *fp32 *fp32 {p} *u8 *i32 i32 fp32",
+            {"D": D, "R": RANK, "RP": RANK, "N_G": GROUPS, "NORMALISED": True, "TAP_EPS": 1e-6, "HALVES": "both"}
+            | {"PARTS": 1 if dtype is torch.float32 else 2}
+            | norm_configs.chunk_config(rows, D),
+        )
     return found
 
 

@@ -7,33 +7,41 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from wide_kernels import bench
-from wide_kernels.benchmarks import cases, timing
+from wide_kernels.benchmarks import cases, targets, timing
 from wide_kernels.benchmarks.attention_cases import AttentionSizes, attention_case
+from wide_kernels.benchmarks.measure import same_bits
 from wide_kernels.benchmarks.shapes import MODELS, ModelShape, model_shape
+from wide_kernels.benchmarks.whole_ffn import ffn_case
 from wide_kernels.errors import UnsupportedError
+from wide_kernels.gemm_k.configs import FEW_ROWS
 
 TINY = model_shape("32x64")
 
 
-@pytest.mark.parametrize("rows", [3, 70])
+@pytest.mark.parametrize("rows", [3, 140])
 def test_every_timed_case_is_right_and_so_are_its_baselines(rows: int, device: str) -> None:
     sizes = cases.Sizes(TINY, rows, 16, 0.5, torch.float16, device)
-    found = list(cases.ffn_cases(sizes, set(bench.FFN_OPS), gather=True))
+    found = [*cases.ffn_cases(sizes, set(bench.FFN_OPS), gather=True), ffn_case(sizes)]
     assert {case.op.split()[0] for case in found} == set(bench.FFN_OPS)
-    assert all("deterministic" not in case.op for case in found) == (rows <= 64)
+    assert all("deterministic" not in case.op for case in found) == (rows <= FEW_ROWS)
     for case in found:
         assert case.check() < 1e-3, case.name
         shape = case.routed()
+        assert case.compare is not None
+        assert {"triton", "torch"} == {*case.backends, *case.refused} - {"gluon"} or case.op == "ffn"
+        for name, call in case.backends.items():
+            assert case.compare(call()) < 1e-3, f"{case.name} {name}"
         for name, call in {**case.dense, **case.others}.items():
             result = call()
             if isinstance(shape, torch.Tensor) and isinstance(result, torch.Tensor):
                 assert result.shape == shape.shape
-                if name == "gather-scatter":
+                if name.startswith("gather-scatter"):
                     torch.testing.assert_close(result, shape, rtol=2e-2, atol=2e-2)
 
 
@@ -77,14 +85,54 @@ def test_a_record_holds_times_errors_memory_and_what_ran(monkeypatch: pytest.Mon
         masks=None,
     )
     records = list(bench.measure(arguments, deadline=math.inf))
-    assert [record["op"] for record in records] == ["gemm_k", "gemm_k deterministic"]
+    assert [record["op"] for record in records] == ["gemm_k fp32", "gemm_k deterministic"]
     assert records[0]["speedup"] == 2.0
     assert records[0]["best_dense"] == "linear"
     assert records[0]["kernels"] == ["tile_kernel"]
-    assert bench.row(records[0]).split()[:3] == ["gemm_k", "70", "16"]
+    assert all(record["bitwise_repeatable"] for record in records)
+    assert records[0]["checked_elements"] == 70 * 32
+    backends = records[0]["backends"]
+    assert isinstance(backends, dict)
+    chosen = [name for name, entry in backends.items() if entry["chosen"]]
+    assert chosen == [records[0]["backend"]]
+    assert set(backends) >= {"torch"}
+    assert bench.row(records[0]).split()[:4] == ["gemm_k", "fp32", "70", "16"]
     late = list(bench.measure(arguments, deadline=-math.inf))
     assert late == [{"left_out": "T=70 G=16 density=0.5"}]
     assert "left out" in bench.row(late[0])
+
+
+def test_bits_are_compared_in_whatever_an_operator_returns() -> None:
+    a, b = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0 + 2**-20])
+    assert same_bits((a, [a]), (a.clone(), [a.clone()]))
+    assert not same_bits((a, [a]), (a, [b]))
+
+
+def answer(op: str, us: float, speedup: float, **changes: object) -> dict[str, Any]:
+    record = {"op": op, "rows": 16384, "group_size": 128, "density": 0.5, "model": "llama-3.1-8b", "masks": "random"}
+    more = {"error": 1e-3, "backend": "triton", "best_dense": "linear", "bitwise_repeatable": True}
+    return {**record, **more, "speedup": speedup, "routed": {"p50_ms": us / 1e3}, **changes}
+
+
+def test_the_summary_holds_the_best_variant_against_must_and_goal() -> None:
+    results = [
+        {"left_out": "T=1"},
+        answer("route_layout", 20, 5),
+        answer("gemm_k fp32", 2000, 0.9),
+        answer("gemm_k bf16", 1800, 1.2),
+        answer("gemm_k bf16", 900, 9.0, density=0.25),
+        answer("gemm_mn", 980, 1.7),
+        answer("gated_mlp_up", 3000, 1.1),
+    ]
+    found = {entry["name"]: entry for entry in targets.summary(results)}
+    assert (found["GEMM-K, G=128"]["reached"], found["GEMM-K, G=128"]["level"]) == (1.2, "must")
+    assert found["GEMM-K, G=128"]["variants"] == {"gemm_k fp32": 0.9, "gemm_k bf16": 1.2}
+    assert found["GEMM-MN, G=128"]["level"] == "goal"
+    assert found["GEMM-MN, G=128"]["with_layout"] == pytest.approx(1.7 * 980 / 1000)
+    assert found["fused gate/up/SwiGLU, G=128"]["level"] == "below"
+    assert found["mask layout, 112 groups"]["level"] == "must"
+    assert found["GEMM-K, G=512"]["level"] == "not measured"
+    assert len(targets.lines(list(found.values()))) == 1 + len(targets.TARGETS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -128,6 +176,15 @@ def test_recorded_masks_are_read_and_described(tmp_path: Path) -> None:
     assert same["union_sorted"] == pytest.approx(0.5, abs=0.04)
     assert random["entropy"] == pytest.approx(1, abs=0.01)
     assert structure(torch.ones(200, 3, dtype=torch.bool))["constant"] == 1.0
+
+
+def test_masks_of_attention_are_left_to_its_own_operators(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    masks = {"0.attention": torch.ones(8, 2, dtype=torch.bool), "0.ffn": torch.ones(8, 4, dtype=torch.bool)}
+    save_file(masks, tmp_path / "m.safetensors")
+    arguments = argparse.Namespace(model="32x64", dtype="fp16", masks=tmp_path / "m.safetensors", points=None)
+    assert [(sizes.masks, sizes.point) for sizes in bench.points(arguments)] == [("0.ffn", (8, 16, 1.0))]
 
 
 def test_a_file_that_holds_no_masks_is_refused(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_every_kernel_compiles_and_fits_into_shared_memory(compiled: dict[str, A
 
 
 def test_products_run_on_tensor_cores(compiled: dict[str, Any]) -> None:
-    products = {name: k for name, k in compiled["kernels"].items() if name.startswith(("tile", "few", "norm_rows"))}
+    products = {name: k for name, k in compiled["kernels"].items() if name.startswith(("tile", "few", "norm_route"))}
     assert [name for name, k in products.items() if not k["mma"]] == []
     if compiled["target"] == "sm_90":
         assert [name for name, k in products.items() if name.startswith(("tile", "few")) and not k["wgmma"]] == []

@@ -41,7 +41,7 @@ def registered_calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "gemm_mn": (ops.gemm_mn, (e["x"], e["gate"], e["mask"], *rows, e["bias"], "silu", "torch")),
         "gated_mlp_up": (ops.gated_mlp_up, (e["x"], e["gate"], e["up"], e["mask"], None, None, "silu", "torch")),
         "gemm_k": (ops.gemm_k, (e["h"], e["down"], e["mask"], e["residual"], "auto", False, "torch")),
-        "norm_route": (ops.norm_route, (*plain, 1e-5, "torch")),
+        "norm_route": (ops.norm_route, (*plain, 1e-5, "residual", "torch")),
         "attention_prefill": (ops.attention_prefill, (q, k, k, mask, *sorted_mask, True, start, start, None, "torch")),
         "attention_decode": (ops.attention_decode, (q[:, :1].contiguous(), k, k, mask[:2], start, None, None, "torch")),
     }

@@ -18,7 +18,7 @@ import wide_kernels as wk
 from wide_kernels.errors import UnsupportedError
 from wide_kernels.gemm_k.reference import gemm_k_reference
 from wide_kernels.gemm_mn.reference import gated_mlp_up_reference, gemm_mn_reference
-from wide_kernels.norm_route.reference import norm_route_reference
+from wide_kernels.norm_route.reference import TAP_EPS, norm_route_reference
 
 # Relative error in the Frobenius norm. Inputs are exact in every dtype, products are summed in fp32, so the error is
 # the rounding of the result (2^-9 for bf16, 2^-12 for fp16, uniform in a binade: about half of it), and in fp32 that of
@@ -178,13 +178,15 @@ def router_errors(case: Case, x: Tensor, device: str, backend: str) -> Iterator[
     shapes = ((20, case.other), (20,), (2 * case.groups, 20), (2 * case.groups,))
     w1, b1, w2, b2 = ((torch.randn(*shape, generator=generator) / 4).to(device) for shape in shapes)
     scale = torch.linspace(0.5, 1.5, case.other, device=device).to(x.dtype)
-    y, mask = wk.norm_route(x, scale, w1, b1, w2, b2, 1e-5, backend=backend)
     full = x.double()
     expected, _ = norm_route_reference(full, scale.double(), w1, b1, w2, b2, 1e-5)
-    # The norm rounds twice as Llama's does: before and after the weight.
-    yield "norm_route norm", relative_error(y, expected), 2 * TOLERANCE[x.dtype]
-    hidden = full @ w1.double().t() + b1.double()
-    logits = (hidden @ w2.double().t() + b2.double()).view(case.rows, case.groups, 2)
-    z = logits[..., 0] - logits[..., 1]
-    wrong = z[mask != (z >= 0)].abs()
-    yield "norm_route mask", float(wrong.max() / z.abs().max()) if wrong.numel() else 0.0, 1e-5
+    for tap in ("residual", "normalised"):
+        y, mask = wk.norm_route(x, scale, w1, b1, w2, b2, 1e-5, tap=tap, backend=backend)
+        # The norm rounds twice as Llama's does: before and after the weight.
+        yield f"norm_route norm {tap}", relative_error(y, expected), 2 * TOLERANCE[x.dtype]
+        read = full * torch.rsqrt(full.square().mean(-1, keepdim=True) + TAP_EPS) if tap == "normalised" else full
+        hidden = read @ w1.double().t() + b1.double()
+        logits = (hidden @ w2.double().t() + b2.double()).view(case.rows, case.groups, 2)
+        z = logits[..., 0] - logits[..., 1]
+        wrong = z[mask != (z >= 0)].abs()
+        yield f"norm_route mask {tap}", float(wrong.max() / z.abs().max()) if wrong.numel() else 0.0, 1e-5

@@ -14,10 +14,12 @@ import wide_kernels as wk
 from wide_kernels.benchmarks import dense
 from wide_kernels.benchmarks.shapes import ModelShape
 from wide_kernels.benchmarks.timing import Call
-from wide_kernels.dispatch import Explanation
+from wide_kernels.dispatch import OPERATORS, Explanation
+from wide_kernels.gemm_k.configs import FEW_ROWS
 
 CHECKED_ROWS = 512  # compared with float64; every element is tested for being finite
 RANK = 32
+FLIP = 1e-5  # of the largest |execute - skip logit|: below that a decision may differ from float64's
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,11 @@ class TimedCase:
     check: Callable[[], float]  # relative error against float64 on some rows
     flops: float = 0.0  # executed multiply-adds x 2
     others: Mapping[str, Call] = field(default_factory=dict)
+    backends: Mapping[str, Call] = field(default_factory=dict)  # every one that takes this, the chosen one too
+    refused: Mapping[str, str] = field(default_factory=dict)
+    compare: Callable[[Any], float] | None = None  # what `check` does, for a result
+    checked_elements: int = 0
+    repeats: int = 1  # how often one call does the work: times are divided by it
 
     @property
     def name(self) -> str:
@@ -59,116 +66,156 @@ class Sizes:
         """N_G of the FFN."""
         return self.model.intermediate_size // self.group
 
+    @property
+    def point(self) -> tuple[int, int, float]:
+        """(T, G, density)."""
+        return self.rows, self.group, self.density
+
+    def mask(self) -> Tensor:
+        """The decisions, bool [T, N_G]; the random ones are the same every time."""
+        if self.recorded is not None:
+            return self.recorded.to(self.device)
+        torch.manual_seed(0)
+        return torch.rand(self.rows, self.groups, device=self.device) < self.density
+
     def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
         """Random operands: zeros would let the GPU run faster than it does on data."""
         return torch.randn(*shape, device=self.device, dtype=dtype or self.dtype) * scale
 
 
-def _error(got: Tensor, picked: Tensor, expected: Tensor) -> float:
+def relative_error(got: Tensor, picked: Tensor, expected: Tensor) -> float:
+    """Frobenius norm over the picked rows against float64; infinite when any element of `got` is not finite."""
     if not bool(torch.isfinite(got).all()):
         return float("inf")
     return float((got[picked].double() - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
+def operator_case(
+    op: str,
+    sizes: Sizes,
+    args: tuple[Any, ...],
+    options: Mapping[str, Any],
+    compare: Callable[[Any], float],
+    dense_calls: Mapping[str, Call],
+    *,
+    label: str = "",
+    flops: float = 0.0,
+    others: Mapping[str, Call] | None = None,
+    checked: int = 0,
+) -> TimedCase:
+    """A case that calls `wk.<op>(*args, **options)`, by default and on every backend that takes it."""
+    operator = getattr(wk, op)
+    backends: dict[str, Call] = {}
+    refused: dict[str, str] = {}
+    for name in OPERATORS[op][1]:
+        try:
+            wk.explain(op, *args, **options, backend=name)
+        except wk.UnsupportedError as error:
+            refused[name] = str(error)
+        else:
+            backends[name] = lambda name=name: operator(*args, **options, backend=name)  # type: ignore[misc]
+    return TimedCase(
+        op + label, *sizes.point, wk.explain(op, *args, **options), lambda: operator(*args, **options), dense_calls,
+        lambda: compare(operator(*args, **options)), flops, others or {}, backends, refused, compare, checked,
+    )  # fmt: skip
+
+
 def ffn_cases(sizes: Sizes, ops: set[str], gather: bool) -> Iterator[TimedCase]:
-    """The FFN's operators at one point. Up to 64 rows they read the mask, above that a layout made beforehand."""
-    model, rows, dtype = sizes.model, sizes.rows, sizes.dtype
+    """The FFN's operators at one point, one after the other."""
+    model, rows = sizes.model, sizes.rows
     hidden, channels = model.hidden_size, model.intermediate_size
-    torch.manual_seed(0)
-    mask = torch.rand(rows, sizes.groups, device=sizes.device) < sizes.density
-    if sizes.recorded is not None:
-        mask = sizes.recorded.to(sizes.device)
+    mask = sizes.mask()
     layout = wk.route_layout(mask)
-    form: dict[str, Any] = {"mask": mask} if rows <= 64 else {"layout": layout}
+    form: dict[str, Any] = {"mask": mask} if rows <= FEW_ROWS else {"layout": layout}
     executed = float(mask.sum()) * sizes.group
     picked = torch.randperm(rows, device=sizes.device)[:CHECKED_ROWS]
     wide_mask = mask[picked].repeat_interleave(sizes.group, 1)
     counts = layout.count.tolist()
-    point = (rows, sizes.group, sizes.density)
+    pairs = dense.executed_pairs(layout, counts)
     if "route_layout" in ops:
+        expected_layout = wk.route_layout(mask, backend="torch")
 
-        def check_layout() -> float:
-            expected = wk.route_layout(mask, backend="torch")
-            same = torch.equal(layout.index, expected.index) and torch.equal(layout.count, expected.count)
+        def compare_layout(got: wk.RouteLayout) -> float:
+            same = torch.equal(got.index, expected_layout.index) and torch.equal(got.count, expected_layout.count)
             return 0.0 if same else float("inf")
 
-        yield TimedCase(
-            "route_layout", *point, wk.explain("route_layout", mask), lambda: wk.route_layout(mask),
-            {"torch.sort": lambda: wk.route_layout(mask, backend="torch")}, check_layout,
+        yield operator_case(
+            "route_layout", sizes, (mask,), {}, compare_layout,
+            {"torch.sort": lambda: wk.route_layout(mask, backend="torch")}, checked=mask.numel(),
         )  # fmt: skip
     x = sizes.normal(rows, hidden)
     w_gate, w_up = (sizes.normal(channels, hidden, scale=0.02) for _ in range(2))
     if "gemm_mn" in ops:
-        slow_mn: dict[str, Call] = {"gather-scatter": lambda: dense.gather_scatter_mn(x, w_up, layout, counts)}
-        yield TimedCase(
-            "gemm_mn", *point, wk.explain("gemm_mn", x, w_up, **form),
-            lambda: wk.gemm_mn(x, w_up, **form), {"linear": lambda: F.linear(x, w_up)},
-            lambda: _error(
-                wk.gemm_mn(x, w_up, **form), picked,
-                F.linear(x[picked].double(), w_up.double()) * wide_mask,
-            ),
-            2 * executed * hidden, slow_mn if gather else {},
+        slow_mn: dict[str, Call] = {
+            "gather-scatter": lambda: dense.gather_scatter_mn(x, w_up, layout, counts),
+            "gather-scatter all": lambda: dense.gather_all_mn(x, w_up, pairs, counts),
+        }
+        yield operator_case(
+            "gemm_mn", sizes, (x, w_up), form,
+            lambda y: relative_error(y, picked, F.linear(x[picked].double(), w_up.double()) * wide_mask),
+            {"linear": lambda: F.linear(x, w_up)},
+            flops=2 * executed * hidden, others=slow_mn if gather else {}, checked=len(picked) * channels,
         )  # fmt: skip
     if "gated_mlp_up" in ops:
-        yield TimedCase(
-            "gated_mlp_up", *point, wk.explain("gated_mlp_up", x, w_gate, w_up, **form),
-            lambda: wk.gated_mlp_up(x, w_gate, w_up, **form),
+        yield operator_case(
+            "gated_mlp_up", sizes, (x, w_gate, w_up), form,
+            lambda y: relative_error(y, picked, _gated(x[picked], w_gate, w_up) * wide_mask),
             {
                 "2 linear + fused silu": lambda: dense.fused_gated_mlp_up(x, w_gate, w_up),
                 "eager": lambda: F.silu(F.linear(x, w_gate)) * F.linear(x, w_up),
             },
-            lambda: _error(
-                wk.gated_mlp_up(x, w_gate, w_up, **form), picked,
-                F.silu(F.linear(x[picked].double(), w_gate.double()))
-                * F.linear(x[picked].double(), w_up.double()) * wide_mask,
-            ),
-            4 * executed * hidden,
+            flops=4 * executed * hidden, checked=len(picked) * channels,
         )  # fmt: skip
     if "gemm_k" in ops:
         w_down = w_up.t().contiguous()
         h = sizes.normal(rows, channels)
-        for name, extra in _gemm_k_variants(rows, dtype).items():
-            options = form | extra
-            slow_k: dict[str, Call] = {"gather-scatter": lambda: dense.gather_scatter_k(h, w_down, layout, counts)}
-            yield TimedCase(
-                f"gemm_k{name}", *point, wk.explain("gemm_k", h, w_down, **options),
-                lambda options=options: wk.gemm_k(h, w_down, **options),  # type: ignore[misc]
-                {"linear": lambda: F.linear(h, w_down)},
-                lambda options=options: _error(  # type: ignore[misc]
-                    wk.gemm_k(h, w_down, **options), picked, F.linear(h[picked].double() * wide_mask, w_down.double())
-                ),
-                2 * executed * hidden, slow_k if gather and not extra else {},
+        expected = F.linear(h[picked].double() * wide_mask, w_down.double())
+        slow_k: dict[str, Call] = {
+            "gather-scatter": lambda: dense.gather_scatter_k(h, w_down, layout, counts),
+            "gather-scatter all": lambda: dense.gather_all_k(h, w_down, pairs, counts),
+        }
+        for i, (label, extra) in enumerate(_gemm_k_variants(rows, sizes.dtype).items()):
+            yield operator_case(
+                "gemm_k", sizes, (h, w_down), form | extra, lambda y: relative_error(y, picked, expected),
+                {"linear": lambda: F.linear(h, w_down)}, label=label,
+                flops=2 * executed * hidden, others=slow_k if gather and i == 0 else {}, checked=len(picked) * hidden,
             )  # fmt: skip
     if "norm_route" in ops:
-        yield _norm_route(sizes, x, point)
+        yield _norm_route(sizes, x)
+
+
+def _gated(x: Tensor, w_gate: Tensor, w_up: Tensor) -> Tensor:
+    """silu(x w_gate^T) * (x w_up^T) in float64."""
+    return F.silu(F.linear(x.double(), w_gate.double())) * F.linear(x.double(), w_up.double())
 
 
 def _gemm_k_variants(rows: int, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
-    """How partial sums meet; for a few rows there is one way."""
-    variants: dict[str, dict[str, Any]] = {"": {}}
-    if rows > 64:
-        if dtype is torch.bfloat16:
-            variants[" bf16"] = {"accumulate": "bf16"}
-        variants[" deterministic"] = {"deterministic": True}
-    return variants
+    """How partial sums meet, by name; for a few rows there is one way."""
+    if rows <= FEW_ROWS:
+        return {"": {}}
+    variants: dict[str, dict[str, Any]] = {" fp32": {"accumulate": "fp32"}}
+    if dtype is torch.bfloat16:
+        variants[" bf16"] = {"accumulate": "bf16"}
+    return variants | {" deterministic": {"deterministic": True}}
 
 
-def _norm_route(sizes: Sizes, x: Tensor, point: tuple[int, int, float]) -> TimedCase:
+def _norm_route(sizes: Sizes, x: Tensor) -> TimedCase:
     hidden, groups = sizes.model.hidden_size, sizes.groups
     scale = torch.ones(hidden, device=sizes.device, dtype=sizes.dtype)
     fp32 = torch.float32
     w1, b1 = sizes.normal(RANK, hidden, dtype=fp32, scale=0.02), sizes.normal(RANK, dtype=fp32)
     w2, b2 = sizes.normal(2 * groups, RANK, dtype=fp32, scale=0.2), sizes.normal(2 * groups, dtype=fp32)
+    arguments = (x, scale, w1, b1, w2, b2, 1e-5)
 
-    def check() -> float:
-        y, _ = wk.norm_route(x, scale, w1, b1, w2, b2, 1e-5)
+    def compare(got: tuple[Tensor, Tensor]) -> float:
         expected, _ = wk.norm_route(x.double(), scale.double(), w1, b1, w2, b2, 1e-5, backend="torch")
-        return float((y.double() - expected).norm() / expected.norm())
+        logits = F.linear(F.linear(x.double(), w1.double(), b1.double()), w2.double(), b2.double())
+        z = logits[:, 0::2] - logits[:, 1::2]
+        if bool(((got[1] != (z >= 0)) & (z.abs() > FLIP * z.abs().max())).any()):
+            return float("inf")
+        return float((got[0].double() - expected).norm() / expected.norm())
 
-    return TimedCase(
-        "norm_route", *point, wk.explain("norm_route", x, scale, w1, b1, w2, b2, 1e-5),
-        lambda: wk.norm_route(x, scale, w1, b1, w2, b2, 1e-5),
-        {"rms_norm alone": lambda: F.rms_norm(x, (hidden,), scale, 1e-5)},
-        check, 2.0 * sizes.rows * RANK * (hidden + 2 * groups),
-        {"eager": lambda: wk.norm_route(x, scale, w1, b1, w2, b2, 1e-5, backend="torch")},
+    return operator_case(
+        "norm_route", sizes, arguments, {}, compare, {"rms_norm alone": lambda: F.rms_norm(x, (hidden,), scale, 1e-5)},
+        flops=2.0 * sizes.rows * RANK * (hidden + 2 * groups), checked=x.numel() + sizes.rows * groups,
     )  # fmt: skip

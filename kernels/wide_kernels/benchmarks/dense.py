@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -49,3 +50,29 @@ def gather_scatter_k(h: Tensor, weight: Tensor, layout: RouteLayout, counts: lis
         part = slice(g * width, (g + 1) * width)
         y.index_add_(0, rows, h[rows, part] @ weight[:, part].t())
     return y
+
+
+def executed_pairs(layout: RouteLayout, counts: list[int]) -> tuple[Tensor, Tensor]:
+    """(row, group) of every executed pair, group by group."""
+    rows = torch.cat([layout.index[g, :count] for g, count in enumerate(counts)]).long()
+    groups = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    return rows, groups.to(rows.device)
+
+
+def gather_all_mn(x: Tensor, weight: Tensor, pairs: tuple[Tensor, Tensor], counts: list[int]) -> Tensor:
+    """Gather the inputs of all groups at once, a library product a group, scatter: the form without any kernel."""
+    width = weight.shape[0] // len(counts)
+    pieces = zip(x[pairs[0]].split(counts), weight.split(width), strict=True)
+    results = torch.cat([piece @ part.t() for piece, part in pieces])
+    y = x.new_zeros(x.shape[0], len(counts), width)
+    y[pairs] = results
+    return y.view(x.shape[0], -1)
+
+
+def gather_all_k(h: Tensor, weight: Tensor, pairs: tuple[Tensor, Tensor], counts: list[int]) -> Tensor:
+    """Gather the inputs of all groups at once, a library product a group, add all results to the output rows."""
+    width = weight.shape[1] // len(counts)
+    gathered = h.view(h.shape[0], len(counts), width)[pairs]
+    pieces = zip(gathered.split(counts), weight.split(width, dim=1), strict=True)
+    results = torch.cat([piece @ part.t() for piece, part in pieces])
+    return h.new_zeros(h.shape[0], weight.shape[0]).index_add_(0, pairs[0], results)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -24,6 +25,7 @@ from wide_kernels.benchmarks.attention_awkward import (
 from wide_kernels.benchmarks.attention_cases import AttentionSizes, attention_case
 from wide_kernels.benchmarks.awkward import LARGE, SMALL, errors
 from wide_kernels.benchmarks.cases import Sizes, ffn_cases
+from wide_kernels.benchmarks.whole_ffn import ffn_case
 from wide_kernels.tuning.table import force
 
 MAX_WORKERS = 12
@@ -81,10 +83,16 @@ class WarmTask:
         try:
             with force(self.kernel, dict(self.config)):
                 if isinstance(self.sizes, AttentionSizes):
-                    attention_case(self.sizes).routed()
+                    cases = iter([attention_case(self.sizes)])
                 else:
-                    for case in ffn_cases(self.sizes, set(self.ops), gather=False):
-                        case.routed()
+                    cases = chain(
+                        ffn_cases(self.sizes, set(self.ops), gather=False),
+                        map(ffn_case, [self.sizes] if "ffn" in self.ops else []),
+                    )
+                for case in cases:
+                    case.routed()
+                    for name in case.backends.keys() - {"torch"}:
+                        case.backends[name]()
             torch.cuda.synchronize()
         except Exception as failure:  # e.g. too much shared memory: a candidate that is out
             return Outcome(notes=[f"{self.kernel} {dict(self.config)}: {type(failure).__name__}"])

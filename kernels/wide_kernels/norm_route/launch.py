@@ -10,6 +10,8 @@ from wide_kernels.dispatch import Problem, choose
 from wide_kernels.errors import UnsupportedError
 from wide_kernels.norm_route.reference import norm_route_reference
 
+TAPS = ("residual", "normalised")
+
 
 def norm_route(
     x: Tensor,
@@ -20,25 +22,38 @@ def norm_route(
     b2: Tensor,
     eps: float,
     *,
+    tap: str = "residual",
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm and the router in one pass over the residual stream x [T, D].
 
-    norm_weight [D] in the dtype of x; the router w1 [r, D], b1 [r], w2 [2 N_G, r], b2 [2 N_G] in fp32 reads x as it is
-    (un-normalised): row 2g of w2 gives group g's logit to execute, row 2g + 1 to skip; a tie executes. Returns
-    (normalised x [T, D], mask bool [T, N_G]). For inference: no gradients. Raises UnsupportedError.
+    norm_weight [D] in the dtype of x; the router w1 [r, D], b1 [r], w2 [2 N_G, r], b2 [2 N_G] is fp32: row 2g of w2
+    gives group g's logit to execute, row 2g + 1 to skip; a tie executes. `tap` says what it reads: "residual", x as it
+    is, or "normalised", x over its root mean square (eps 1e-6, no weight, unrounded). Returns (normalised x [T, D],
+    mask bool [T, N_G]). Decisions are those of fp32 arithmetic: backends may differ where the two logits do so by less
+    than 1e-5 of the largest difference there is. For inference: no gradients. Raises UnsupportedError.
     """
-    chosen = choose(norm_route_problem(x, norm_weight, w1, b1, w2, b2, eps), backend)
+    chosen = choose(norm_route_problem(x, norm_weight, w1, b1, w2, b2, eps, tap=tap), backend)
     contiguous = [tensor.contiguous() for tensor in (x, norm_weight, w1, b1, w2, b2)]
-    normalised, mask = torch.ops.wide_kernels.norm_route(*contiguous, eps, chosen)
+    normalised, mask = torch.ops.wide_kernels.norm_route(*contiguous, eps, tap, chosen)
     return normalised, mask
 
 
 def norm_route_problem(
-    x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float
+    x: Tensor,
+    norm_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    eps: float,
+    *,
+    tap: str = "residual",
 ) -> Problem:
     """The facts that decide the backend of `norm_route`; raises UnsupportedError for what no backend takes."""
     op = "norm_route"
+    if tap not in TAPS:
+        raise UnsupportedError(f"{op}: tap must be one of {', '.join(TAPS)}, got {tap!r}")
     same_kind(op, x, norm_weight=norm_weight)
     _, size = shape_of(op, "x", x, "T D")
     same_size(op, "the size of norm_weight", shape_of(op, "norm_weight", norm_weight, "D")[0], size)
@@ -62,17 +77,25 @@ def norm_route_problem(
 @torch.library.custom_op(
     "wide_kernels::norm_route",
     mutates_args=(),
-    schema="(Tensor x, Tensor norm_weight, Tensor w1, Tensor b1, Tensor w2, Tensor b2, float eps, str backend)"
-    " -> (Tensor, Tensor)",
+    schema="(Tensor x, Tensor norm_weight, Tensor w1, Tensor b1, Tensor w2, Tensor b2, float eps, str tap,"
+    " str backend) -> (Tensor, Tensor)",
 )
 def _norm_route(
-    x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float, backend: str
+    x: Tensor,
+    norm_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    eps: float,
+    tap: str,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     if backend == "triton":
         from wide_kernels.norm_route.triton import norm_and_decide
 
-        return norm_and_decide(x, norm_weight, w1, b1, w2, b2, eps)
-    return norm_route_reference(x, norm_weight, w1, b1, w2, b2, eps)
+        return norm_and_decide(x, norm_weight, w1, b1, w2, b2, eps, tap)
+    return norm_route_reference(x, norm_weight, w1, b1, w2, b2, eps, tap)
 
 
 @_norm_route.register_fake

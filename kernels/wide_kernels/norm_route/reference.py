@@ -6,16 +6,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+TAP_EPS = 1e-6  # of the router's own norm, whatever the layer's is: that which routers are calibrated with
+
 
 def norm_route_reference(
-    x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float
+    x: Tensor,
+    norm_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    eps: float,
+    tap: str = "residual",
 ) -> tuple[Tensor, Tensor]:
-    """(normalised x [T, D], mask [T, N_G]); the router reads x as it is, logits 2g = execute and 2g + 1 = skip."""
+    """(normalised x [T, D], mask [T, N_G]); logits 2g = execute and 2g + 1 = skip.
+
+    The router reads x as it is, or with tap="normalised" divided by its root mean square, unrounded and without the
+    norm's weight.
+    """
     rows = x.shape[0]
     with torch.autocast(x.device.type, enabled=False):
         full = x.float() if x.dtype is not torch.float64 else x
-        scale = torch.rsqrt(full.square().mean(-1, keepdim=True) + eps)
-        normalised = norm_weight * (full * scale).to(x.dtype)
-        logits = F.linear(F.linear(full, w1.to(full.dtype), b1.to(full.dtype)), w2.to(full.dtype), b2.to(full.dtype))
+        mean_square = full.square().mean(-1, keepdim=True)
+        normalised = norm_weight * (full * torch.rsqrt(mean_square + eps)).to(x.dtype)
+        read = full * torch.rsqrt(mean_square + TAP_EPS) if tap == "normalised" else full
+        logits = F.linear(F.linear(read, w1.to(read.dtype), b1.to(read.dtype)), w2.to(read.dtype), b2.to(read.dtype))
         logits = logits.view(rows, w2.shape[0] // 2, 2)
         return normalised, logits[..., 0] >= logits[..., 1]

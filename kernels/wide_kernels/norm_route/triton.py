@@ -1,4 +1,11 @@
-"""Triton: one read of the residual stream gives its norm, its normalised values and the router's decision."""
+"""Triton: one read of the residual stream gives its norm, its normalised values and the router's decision.
+
+A program owns a tile of rows times a chunk of D. It stores the tile's share of the sum of squares and of w1 x, waits
+for the other chunks of its rows, adds up the shares (in a fixed order, so results repeat bit by bit), normalises the
+tile, and decides for its part of the (rows, groups). Tall tiles read w1 seldom; short chunks keep so little in flight
+that the second walk over the tile finds it in L2. Where programs cannot wait for each other (Triton's interpreter runs
+one after the other; a GPU with very few multiprocessors), the two halves are two launches.
+"""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
@@ -9,112 +16,83 @@ import triton.language as tl
 from torch import Tensor
 
 from wide_kernels.dispatch import on_device_of
+from wide_kernels.meeting import counters, meet, processors
+from wide_kernels.norm_route.configs import chunk_config
+from wide_kernels.norm_route.reference import TAP_EPS
 from wide_kernels.tuning.tiles import padded_rows
 
-FEW_ROWS = 512  # up to here the rows alone make too few programs: cut D as well, at the price of a second launch
-BLOCK_D = 128
-BLOCK_G = 64
+
+@triton.jit
+def tf32_parts(w):
+    """w as the sum of two numbers that tensor cores read in tf32: the first exactly, the second to 2^-23 of w."""
+    bits = w.to(tl.uint32, bitcast=True)
+    high = ((bits + 0x1000) & 0xFFFFE000).to(tl.float32, bitcast=True)
+    return high, w - high
 
 
 @triton.jit
-def decide(hidden, b1, w2, b2, decided, row, inside, first, N_G, R: tl.constexpr, RP: tl.constexpr, BG: tl.constexpr):
-    """Store z >= 0 for BG groups, z = execute logit - skip logit, from hidden = w1 x [BM, RP] without its bias."""
+def differences(w2, b2, first, N_G, R: tl.constexpr, RP: tl.constexpr, BG: tl.constexpr):
+    """Weights [RP, BG] and bias [BG] of z = execute logit - skip logit, for BG groups."""
     rank = tl.arange(0, RP)
-    hidden += tl.load(b1 + rank, mask=rank < R, other=0.0)[None, :]
     group = first + tl.arange(0, BG)
-    known = group < N_G
     weights = w2 + (2 * group)[None, :] * R + rank[:, None]
+    known = group < N_G
     square = (rank < R)[:, None] & known[None, :]
-    difference = tl.load(weights, mask=square, other=0.0) - tl.load(weights + R, mask=square, other=0.0)
+    weight = tl.load(weights, mask=square, other=0.0) - tl.load(weights + R, mask=square, other=0.0)
     bias = tl.load(b2 + 2 * group, mask=known, other=0.0) - tl.load(b2 + 2 * group + 1, mask=known, other=0.0)
-    z = tl.dot(hidden, difference, input_precision="ieee") + bias[None, :]
-    target = decided + row[:, None].to(tl.int64) * N_G + group[None, :]
-    tl.store(target, (z >= 0).to(tl.uint8), mask=inside[:, None] & known[None, :])
+    return weight, bias
 
 
 @triton.jit
-def normalised(x, weight, scale, dtype: tl.constexpr):
-    """Llama's order of roundings: scaled and rounded, then times the weight and rounded."""
-    return ((x.to(tl.float32) * scale[:, None]).to(dtype).to(tl.float32) * weight.to(tl.float32)[None, :]).to(dtype)
+def sum_of_chunks(partial, row, inside, rows, CHUNKS: tl.constexpr):
+    """The sum over all chunks of partial[chunk, row]."""
+    total = tl.zeros(row.shape, tl.float32)
+    for c in range(0, CHUNKS):
+        total += tl.load(partial + c * rows + row, mask=inside, other=0.0, cache_modifier=".cg")
+    return total
 
 
-@triton.jit(do_not_specialize=["rows"])
-def rows_kernel(
-    x,
-    norm_weight,
-    w1,
-    b1,
-    w2,
-    b2,
-    out,
-    decided,
-    rows,
-    eps,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    N_G: tl.constexpr,
-    PRECISION: tl.constexpr,
-    RP: tl.constexpr,
-    BM: tl.constexpr,
-    BD: tl.constexpr,
-    BG: tl.constexpr,
-):
-    """BM whole rows; the second walk over them finds them in L2."""
-    row = tl.program_id(0) * BM + tl.arange(0, BM)
-    inside = row < rows
-    rank = tl.arange(0, RP)
-    offset = row[:, None].to(tl.int64) * D
-    hidden = tl.zeros((BM, RP), tl.float32)
-    squares = tl.zeros((BM,), tl.float32)
-    for start in range(0, D, BD):
-        d = start + tl.arange(0, BD)
-        tile = tl.load(x + offset + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-        down = tl.load(w1 + rank[None, :] * D + d[:, None], mask=(rank < R)[None, :] & (d < D)[:, None], other=0.0)
-        squares += tl.sum(tile * tile, 1)
-        hidden = tl.dot(tile, down, hidden, input_precision=PRECISION)
-    scale = tl.rsqrt(squares / D + eps)
-    for start in range(0, D, BD):
-        d = start + tl.arange(0, BD)
-        known = inside[:, None] & (d < D)[None, :]
-        tile = tl.load(x + offset + d[None, :], mask=known, other=0.0)
-        weight = tl.load(norm_weight + d, mask=d < D, other=0.0)
-        tl.store(out + offset + d[None, :], normalised(tile, weight, scale, out.dtype.element_ty), mask=known)
-    for first in range(0, N_G, BG):
-        decide(hidden, b1, w2, b2, decided, row, inside, first, N_G, R, RP, BG)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def partial_kernel(
-    x,
-    w1,
-    squares,
+@triton.jit
+def decide(
     hidden,
+    squares,
+    b1,
+    weight,
+    bias,
+    decided,
+    row,
+    first,
     rows,
+    N_G,
     D: tl.constexpr,
     R: tl.constexpr,
-    PRECISION: tl.constexpr,
     RP: tl.constexpr,
-    BM: tl.constexpr,
-    BD: tl.constexpr,
+    BG: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    TAP_EPS: tl.constexpr,
 ):
-    """One chunk of D: squares[chunk, row] and hidden[chunk, row, RP]."""
-    chunk = tl.program_id(0)
-    row = tl.program_id(1) * BM + tl.arange(0, BM)
-    inside = row < rows
+    """Store z >= 0 for some rows and BG groups."""
     rank = tl.arange(0, RP)
-    d = chunk * BD + tl.arange(0, BD)
-    known = inside[:, None] & (d < D)[None, :]
-    tile = tl.load(x + row[:, None].to(tl.int64) * D + d[None, :], mask=known, other=0.0).to(tl.float32)
-    down = tl.load(w1 + rank[None, :] * D + d[:, None], mask=(rank < R)[None, :] & (d < D)[:, None], other=0.0)
-    part = tl.dot(tile, down, input_precision=PRECISION)
-    tl.store(squares + chunk * rows + row, tl.sum(tile * tile, 1), mask=inside)
-    tl.store(hidden + (chunk * rows + row)[:, None] * RP + rank[None, :], part, mask=inside[:, None])
+    inside = row < rows
+    whole = tl.zeros((row.shape[0], RP), tl.float32)
+    for c in range(0, CHUNKS):
+        part = hidden + (c * rows + row)[:, None] * RP + rank[None, :]
+        whole += tl.load(part, mask=inside[:, None], other=0.0, cache_modifier=".cg")
+    if NORMALISED:  # w1 (s x) = s (w1 x)
+        whole *= tl.rsqrt(sum_of_chunks(squares, row, inside, rows, CHUNKS) / D + TAP_EPS)[:, None]
+    whole += tl.load(b1 + rank, mask=rank < R, other=0.0)[None, :]
+    z = tl.dot(whole, weight, input_precision="ieee") + bias[None, :]
+    group = first + tl.arange(0, BG)
+    target = decided + row[:, None] * N_G + group[None, :]
+    tl.store(target, (z >= 0).to(tl.uint8), mask=inside[:, None] & (group < N_G)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
-def finish_kernel(
+def chunk_kernel(
     x,
     norm_weight,
+    w1,
     b1,
     w2,
     b2,
@@ -122,43 +100,79 @@ def finish_kernel(
     hidden,
     out,
     decided,
+    counter,
     rows,
     eps,
     D: tl.constexpr,
     R: tl.constexpr,
     N_G: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    TAP_EPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    HALVES: tl.constexpr,
     RP: tl.constexpr,
     BM: tl.constexpr,
     BD: tl.constexpr,
+    BK: tl.constexpr,
     BG: tl.constexpr,
 ):
-    """One chunk of D of the normalised rows, or one chunk of groups of the decision."""
-    chunks: tl.constexpr = (D + BD - 1) // BD
+    """One chunk of D of BM rows. HALVES: "first", "second", or "both" with a wait between them."""
+    CHUNKS: tl.constexpr = (D + BD - 1) // BD
     chunk = tl.program_id(0)
-    row = tl.program_id(1) * BM + tl.arange(0, BM)
+    first_row = tl.program_id(1).to(tl.int64) * BM
+    row = first_row + tl.arange(0, BM)
     inside = row < rows
-    if chunk < chunks:
-        total = tl.zeros((BM,), tl.float32)
-        for c in range(0, chunks):
-            total += tl.load(squares + c * rows + row, mask=inside, other=0.0)
-        scale = tl.rsqrt(total / D + eps)
-        d = chunk * BD + tl.arange(0, BD)
-        known = inside[:, None] & (d < D)[None, :]
-        offset = row[:, None].to(tl.int64) * D + d[None, :]
-        tile = tl.load(x + offset, mask=known, other=0.0)
-        weight = tl.load(norm_weight + d, mask=d < D, other=0.0)
-        tl.store(out + offset, normalised(tile, weight, scale, out.dtype.element_ty), mask=known)
-    else:
+    k = tl.arange(0, BK)
+    offset = row[:, None] * D + (chunk * BD + k)[None, :]
+    if HALVES != "second":
         rank = tl.arange(0, RP)
-        whole = tl.zeros((BM, RP), tl.float32)
-        for c in range(0, chunks):
-            part = hidden + (c * rows + row)[:, None] * RP + rank[None, :]
-            whole += tl.load(part, mask=inside[:, None], other=0.0)
-        decide(whole, b1, w2, b2, decided, row, inside, (chunk - chunks) * BG, N_G, R, RP, BG)
+        acc = tl.zeros((BM, RP), tl.float32)
+        square = tl.zeros((BM, BK), tl.float32)
+        for i in range(0, BD // BK):
+            d = chunk * BD + i * BK + k
+            known = inside[:, None] & (d < D)[None, :]
+            tile = tl.load(x + offset + i * BK, mask=known, other=0.0).to(tl.float32)
+            known = (rank < R)[None, :] & (d < D)[:, None]
+            down = tl.load(w1 + rank[None, :] * D + d[:, None], mask=known, other=0.0)
+            square += tile * tile
+            if PARTS == 2:
+                high, low = tf32_parts(down)
+                acc = tl.dot(tile, high, acc, input_precision="tf32")
+                acc = tl.dot(tile, low, acc, input_precision="tf32")
+            else:
+                acc = tl.dot(tile, down, acc, input_precision="ieee")
+        tl.store(squares + chunk * rows + row, tl.sum(square, 1), mask=inside)
+        tl.store(hidden + (chunk * rows + row)[:, None] * RP + rank[None, :], acc, mask=inside[:, None])
+    # The decision is cut into units of 16 rows and BG groups.
+    GROUP_BLOCKS: tl.constexpr = (N_G + BG - 1) // BG
+    UNITS: tl.constexpr = (BM // 16) * GROUP_BLOCKS
+    weight, bias = differences(w2, b2, (chunk % GROUP_BLOCKS) * BG, N_G, R, RP, BG)  # ahead of the wait
+    if HALVES == "both":
+        meet(counter + tl.program_id(1), chunk, CHUNKS)
+    if HALVES != "first":
+        scale = tl.rsqrt(sum_of_chunks(squares, row, inside, rows, CHUNKS) / D + eps)[:, None]
+        dtype: tl.constexpr = out.dtype.element_ty
+        for i in range(0, BD // BK):
+            d = chunk * BD + i * BK + k
+            gain = tl.load(norm_weight + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+            # Llama's order of roundings: scaled and rounded, then times the weight and rounded.
+            known = inside[:, None] & (d < D)[None, :]
+            tile = tl.load(x + offset + i * BK, mask=known, other=0.0)
+            value = ((tile.to(tl.float32) * scale).to(dtype).to(tl.float32) * gain).to(dtype)
+            tl.store(out + offset + i * BK, value, mask=known)
+        for unit in range(chunk, UNITS, CHUNKS):
+            first = (unit % GROUP_BLOCKS) * BG
+            if unit >= CHUNKS:
+                weight, bias = differences(w2, b2, first, N_G, R, RP, BG)
+            some = first_row + (unit // GROUP_BLOCKS) * 16 + tl.arange(0, 16)
+            decide(
+                hidden, squares, b1, weight, bias, decided, some, first, rows,
+                N_G, D, R, RP, BG, CHUNKS, NORMALISED, TAP_EPS,
+            )  # fmt: skip
 
 
 def norm_and_decide(
-    x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float
+    x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float, tap: str
 ) -> tuple[Tensor, Tensor]:
     """`norm_route` for a contiguous x [T, D]."""
     rows, size = x.shape
@@ -167,23 +181,19 @@ def norm_and_decide(
     decided = torch.empty(rows, groups, dtype=torch.uint8, device=x.device)
     if rows == 0:
         return out, decided.view(torch.bool)
+    config = chunk_config(rows, size)
+    chunks, tiles = triton.cdiv(size, config["BD"]), triton.cdiv(rows, config["BM"])
     padded = padded_rows(rank)
-    # Three tf32 products are as good as fp32 for 16-bit x, which one tf32 holds exactly, and run on tensor cores.
-    precision = "ieee" if x.dtype is torch.float32 else "tf32x3"
+    squares = torch.empty(chunks, rows, dtype=torch.float32, device=x.device)
+    hidden = torch.empty(chunks, rows, padded, dtype=torch.float32, device=x.device)
+    together = x.is_cuda and 1 < chunks <= processors(x.get_device())
+    # A 16-bit x is exact in tf32, and w1 in two parts of it: two products on tensor cores are as good as fp32.
+    parts = 1 if x.dtype is torch.float32 else 2
     with on_device_of(x):
-        if rows > FEW_ROWS:
-            block = 32
-            rows_kernel[(triton.cdiv(rows, block),)](
-                x, norm_weight, w1, b1, w2, b2, out, decided, rows, eps,
-                size, rank, groups, precision, padded, block, 64, BLOCK_G, num_warps=4,
-            )  # fmt: skip
-        else:
-            chunks, tiles = triton.cdiv(size, BLOCK_D), triton.cdiv(rows, 16)
-            squares = torch.empty(chunks, rows, dtype=torch.float32, device=x.device)
-            hidden = torch.empty(chunks, rows, padded, dtype=torch.float32, device=x.device)
-            partial_kernel[(chunks, tiles)](x, w1, squares, hidden, rows, size, rank, precision, padded, 16, BLOCK_D)
-            finish_kernel[(chunks + triton.cdiv(groups, BLOCK_G), tiles)](
-                x, norm_weight, b1, w2, b2, squares, hidden, out, decided, rows, eps,
-                size, rank, groups, padded, 16, BLOCK_D, BLOCK_G,
+        counter = counters(x.device, tiles) if together else squares  # not followed then
+        for halves in ("both",) if together else ("first", "second"):
+            chunk_kernel[(chunks, tiles)](
+                x, norm_weight, w1, b1, w2, b2, squares, hidden, out, decided, counter, rows, eps,
+                size, rank, groups, tap == "normalised", TAP_EPS, parts, halves, padded, **config,
             )  # fmt: skip
     return out, decided.view(torch.bool)

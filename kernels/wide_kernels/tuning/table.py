@@ -23,6 +23,7 @@ TUNED = {
     "few_rows_mn": "gemm_mn",
     "few_rows_gated": "gated_mlp_up",
     "few_rows_k": "gemm_k",
+    "norm_route": "norm_route",
 }
 
 Entries = Mapping[str, int]

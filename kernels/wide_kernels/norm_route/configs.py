@@ -1,0 +1,29 @@
+"""Tile shapes of `norm_route`."""
+
+from __future__ import annotations
+
+from wide_kernels.tuning.table import forced
+
+ENOUGH_PROGRAMS = 128  # about one a multiprocessor of an H100; the rule only has to be near
+CHUNKS = (512, 256, 128)
+PIECE = 64
+
+
+def chunk_config(rows: int, size: int) -> dict[str, int]:
+    """Rows and columns of a tile: large ones read w1 seldom, small ones occupy the GPU when there are few rows.
+
+    Among the chunk lengths the one that pads D least counts, then the longest.
+    """
+    block = 64
+    lengths = sorted(CHUNKS, key=lambda length: (-(-size // length) * length, -length))
+    length = lengths[0]
+
+    def programs() -> int:
+        return -(-rows // block) * -(-size // length)
+
+    while programs() < ENOUGH_PROGRAMS and length > 128:
+        length //= 2
+    while programs() < ENOUGH_PROGRAMS and block > 16:
+        block //= 2
+    config = {"BM": block, "BD": length, "BK": PIECE, "BG": 16 if block == 16 else 64, "num_warps": 4, "num_stages": 3}
+    return config | forced("norm_route")

@@ -1,0 +1,184 @@
+"""Render the records of `python -m wide_kernels.bench` in reports/kernels as Markdown, one page beside each.
+
+`limits.json` beside them, where there is one, holds what limits an operator by the name of its target.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SCHEMA = "wide_kernels.bench/1"
+HEAD = """# Kernels: {name}
+
+Written by `reports/render.py` from `{name}.json`; no figure is typed by hand. {environment}.
+{checks} Times are medians of CUDA graphs, dense and routed calls in turn, L2 flushed before each call; the speedup is
+over the fastest dense library call. Errors are relative (Frobenius norm) to float64 on sampled rows.
+"""
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table, first column left, the others right."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" + "---:|" * (len(head) - 1)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
+
+
+def targets(entries: list[dict[str, Any]], limits: dict[str, str]) -> str:
+    """What was to be reached and what was."""
+    rows = []
+    for entry in entries:
+        reached = entry["reached"]
+        unit = " us" if entry["unit"] == "us" else "x"
+        variants = entry.get("variants", {})
+        told = ", ".join(f"`{op}` {value:.2f}{unit}" for op, value in variants.items()) if len(variants) > 1 else ""
+        rows.append(
+            [
+                entry["name"],
+                f"{entry['must']:g}{unit}",
+                f"{entry['goal']:g}{unit}",
+                "" if entry["ideal"] is None else f"{entry['ideal']:g}{unit}",
+                "" if reached is None else f"{reached:.2f}{unit}",
+                f"{entry['with_layout']:.2f}{unit}" if entry.get("with_layout") else "",
+                entry["level"],
+                "" if reached is None else f"{entry['error']:.1e}",
+                entry.get("backend", ""),
+                told,
+                limits.get(entry["name"], ""),
+            ]
+        )
+    head = ["target", "must", "goal", "ideal", "reached", "with its layout", "level", "error", "backend", "variants"]
+    return table([*head, "what limits"], rows)
+
+
+def _microseconds(times: dict[str, Any] | None) -> str:
+    return "" if times is None else f"{times['p50_ms'] * 1e3:,.1f}"
+
+
+def _megabytes(memory: dict[str, int], name: str) -> str:
+    return f"{memory[name] / 2**20:,.1f}" if name in memory else ""
+
+
+def figures(records: list[dict[str, Any]]) -> str:
+    """One row a measured case."""
+    rows = []
+    for record in records:
+        memory, baselines = record["peak_extra_bytes"], record["baselines"]
+        dense = record["best_dense"]
+        rows.append(
+            [
+                f"`{record['op']}`",
+                f"{record['rows']:,}",
+                str(record["group_size"]),
+                f"{record['density']:g}",
+                record["masks"],
+                _microseconds(record["routed"]),
+                f"{_microseconds(baselines[dense])} ({dense})",
+                f"{record['speedup']:.2f}x",
+                f"{record['tflops']:.0f}",
+                f"{record['error']:.1e}",
+                {True: "yes", False: "no"}.get(record.get("bitwise_repeatable"), ""),
+                _megabytes(memory, "routed"),
+                _megabytes(memory, dense),
+                record["backend"],
+            ]
+        )
+    head = ["op", "T", "G", "density", "masks", "us", "dense us", "speedup", "TFLOP/s", "error", "bits repeat"]
+    return table([*head, "peak MiB", "dense peak MiB", "backend"], rows)
+
+
+def naive(records: list[dict[str, Any]]) -> str:
+    """The gather-scatter forms beside ours: time and memory."""
+    rows = []
+    for record in records:
+        for name, times in record["baselines"].items():
+            if not name.startswith("gather-scatter"):
+                continue
+            memory = record["peak_extra_bytes"]
+            rows.append(
+                [
+                    f"`{record['op']}` T={record['rows']:,} G={record['group_size']}",
+                    name,
+                    _microseconds(times),
+                    f"{times['p50_ms'] / record['routed']['p50_ms']:.1f}x",
+                    _megabytes(memory, name),
+                    f"{memory[name] / max(1, memory['routed']):.1f}x" if name in memory else "",
+                ]
+            )
+    return table(["op", "form", "us", "of our time", "peak MiB", "of our peak"], rows) if rows else ""
+
+
+def backends(records: list[dict[str, Any]]) -> str:
+    """Where several backends ran: each one's time, auto's choice in bold; and who refused, with the reason."""
+    rows = []
+    for record in records:
+        timed, refused = record.get("backends", {}), record.get("refused", {})
+        if len(timed) < 2 and not refused:
+            continue
+        shown = [
+            f"**{name} {_microseconds(times)}**" if times["chosen"] else f"{name} {_microseconds(times)}"
+            for name, times in timed.items()
+        ]
+        label = f"`{record['op']}` T={record['rows']:,} G={record['group_size']} density {record['density']:g}"
+        rows.append([label, ", ".join(shown), "; ".join(refused.values())])
+    return table(["op", "us by backend", "refused"], rows) if rows else ""
+
+
+def launched(records: list[dict[str, Any]]) -> str:
+    """Why a backend ran and which kernels it launched, once for each case that launches others."""
+    seen: dict[tuple[str, str, tuple[str, ...]], str] = {}
+    for record in records:
+        key = (record["op"], record["explain"], tuple(record["kernels"]))
+        seen.setdefault(key, f"T={record['rows']:,} G={record['group_size']}")
+    rows = [
+        [f"`{op}` {where}", why.replace("\n", "; ").replace("|", "/"), ", ".join(f"`{name[:60]}`" for name in names)]
+        for (op, why, names), where in seen.items()
+    ]
+    return table(["op, first at", "explain", "launched kernels"], rows)
+
+
+def structures(records: list[dict[str, Any]]) -> str:
+    """What recorded masks are like."""
+    found = {record["masks"]: record["structure"] for record in records if record.get("structure")}
+    keys = ["density", "entropy", "constant", "union_natural", "union_sorted", "segment"]
+    rows = [[f"`{name}`", *(f"{each[key]:.3g}" for key in keys)] for name, each in found.items()]
+    return table(["masks", *(key.replace("_", ", ") for key in keys)], rows) if rows else ""
+
+
+def page(name: str, document: dict[str, Any], limits: dict[str, str]) -> str:
+    """The whole page of one record."""
+    known, checks = document["environment"], document["checks"]
+    shown = ("gpu", "driver", "torch", "triton", "cuda", "revision", "date")
+    environment = ", ".join(f"{key} {known[key]}" for key in shown if known.get(key))
+    outcome = f"{checks['done']} awkward cases checked before timing, {len(checks['wrong'])} wrong."
+    results = document.get("results", [])
+    records = [record for record in results if "left_out" not in record]
+    left_out = [record["left_out"] for record in results if "left_out" in record]
+    parts = [HEAD.format(name=name, environment=environment, checks=outcome)]
+    sections = {
+        "Targets (T = 16384, density 0.5, unless said)": targets(document.get("summary", []), limits),
+        "Figures": figures(records),
+        "The gather-scatter form without kernels": naive(records),
+        "Backends": backends(records),
+        "Recorded masks": structures(records),
+        "What ran": launched(records),
+    }
+    if not document.get("summary"):
+        del sections["Targets (T = 16384, density 0.5, unless said)"]
+    parts += [f"## {title}\n\n{text}" for title, text in sections.items() if text]
+    if left_out:
+        parts.append("Left out when the time ended: " + ", ".join(left_out) + ".\n")
+    return "\n".join(parts)
+
+
+def render(folder: Path) -> list[Path]:
+    """Write NAME.md beside every record NAME.json; returns the pages."""
+    noted = folder / "limits.json"
+    limits = json.loads(noted.read_text()) if noted.is_file() else {}
+    pages = []
+    for path in sorted(folder.glob("*.json")):
+        document = json.loads(path.read_text())
+        if document.get("schema") == SCHEMA:
+            pages.append(path.with_suffix(".md"))
+            pages[-1].write_text(page(path.stem, document, limits))
+    return pages
