@@ -149,7 +149,7 @@ def hopper_prefill(target: GPUTarget) -> dict[str, Any]:
     from wide_kernels.attention_prefill import gluon
 
     values: dict[str, Any] = {"H": 32, "SHARED": 4, "GROUP": 4, "D": 128, "CAUSAL": True, "HAS_Q_START": True}
-    values |= {"HAS_KV_START": True, "ONE": False} | prefill_configs.hopper_config(4, 4, 128)
+    values |= {"HAS_KV_START": True, "ONE": False} | prefill_configs.hopper_config(T, 4, 4, 128)
     kernel = gluon.tile_kernel
     block = [values["BN"], values["D"]]
     blocks = f"tensordesc<bf16{block},{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"

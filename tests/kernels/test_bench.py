@@ -77,7 +77,7 @@ def test_a_record_holds_times_errors_memory_and_what_ran(monkeypatch: pytest.Mon
     monkeypatch.setattr(timing, "interleaved", times)
     arguments = argparse.Namespace(
         model="32x64",
-        points=[(70, 16, 0.5), (3, 48, 0.5)],
+        points=[(140, 16, 0.5), (3, 48, 0.5)],
         ops=["gemm_k"],
         dtype="fp16",
         rounds=4,
@@ -90,15 +90,15 @@ def test_a_record_holds_times_errors_memory_and_what_ran(monkeypatch: pytest.Mon
     assert records[0]["best_dense"] == "linear"
     assert records[0]["kernels"] == ["tile_kernel"]
     assert all(record["bitwise_repeatable"] for record in records)
-    assert records[0]["checked_elements"] == 70 * 32
+    assert records[0]["checked_elements"] == 140 * 32
     backends = records[0]["backends"]
     assert isinstance(backends, dict)
     chosen = [name for name, entry in backends.items() if entry["chosen"]]
     assert chosen == [records[0]["backend"]]
     assert set(backends) >= {"torch"}
-    assert bench.row(records[0]).split()[:4] == ["gemm_k", "fp32", "70", "16"]
+    assert bench.row(records[0]).split()[:4] == ["gemm_k", "fp32", "140", "16"]
     late = list(bench.measure(arguments, deadline=-math.inf))
-    assert late == [{"left_out": "T=70 G=16 density=0.5"}]
+    assert late == [{"left_out": "T=140 G=16 density=0.5"}]
     assert "left out" in bench.row(late[0])
 
 

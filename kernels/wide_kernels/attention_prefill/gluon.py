@@ -321,7 +321,7 @@ def attend(
     if scale < 0:  # the kernel takes the largest score before it scales
         q, scale = -q, -scale
     shared, group = heads // kv_heads, heads // index.shape[0]
-    config = hopper_config(group, shared, size)
+    config = hopper_config(tokens, group, shared, size)
     tiles = triton.cdiv(tokens * config["PACK"], BM.value) * batch * (heads // config["PACK"])
     with on_device_of(q):
         bounds = sequence_bounds(index, count, batch)
