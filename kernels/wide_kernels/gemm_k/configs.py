@@ -1,10 +1,10 @@
-"""Tile shapes of the Triton GEMM-K kernels."""
+"""Tile shapes of the GEMM-K kernels."""
 
 from __future__ import annotations
 
 import torch
 
-from wide_kernels.gemm_k.segments import segment_length
+from wide_kernels.gemm_k.segments import TILE_ROWS, segment_length
 from wide_kernels.tuning.table import forced
 from wide_kernels.tuning.tiles import largest_power, padded_rows
 
@@ -12,12 +12,14 @@ CHANNEL_STEP = 64  # of the kernel for Hopper: 128 bytes, a swizzled row in shar
 FEW_ROWS = 128  # up to here the mask is read as it is; above, rows sorted by pattern are faster
 MANY_ROWS = 2048  # from here on segments are long enough for few roundings, and scattering fp32 costs most of the time
 SLAB_BYTES = 32 << 20  # of the output: what stays in a 50 MB L2 beside the operands; scattering there is twice as fast
+HOPPER_SLAB_BYTES = 16 << 20  # its kernel runs at the speed at which L2 feeds it, so the operands get more of it
+HOPPER_CHANNELS = 2048  # in a segment: multiplying them hides the scatter; more only make tiles less alike
 
 
 def tile_config(rows: int, columns: int, width: int, dtype: torch.dtype) -> dict[str, int]:
     """For many rows. A step of the K loop must divide the group, so narrow groups get shallow steps."""
-    depth = 32 if dtype is torch.float32 else 64
-    config = {"BM": 128, "BN": 128, "BK": depth, "num_warps": 8, "num_stages": 3}
+    single = dtype is torch.float32
+    config = {"BM": 128, "BN": 128 if single else 256, "BK": 32 if single else 64, "num_warps": 8, "num_stages": 3}
     config |= forced("gemm_k")
     config["BM"] = min(config["BM"], padded_rows(rows))
     config["BN"] = min(config["BN"], padded_rows(columns))
@@ -30,7 +32,7 @@ def hopper_config(columns: int) -> dict[str, int]:
 
     Registers of a thread: three warpgroups share 64 K, the first multiplying one takes what the others leave.
     """
-    config = {"BN": 256, "STAGES": 3, "BUFFERS": 2}
+    config = {"BN": 256, "STAGES": 4, "BUFFERS": 1}
     config |= {"MULTIPLY_REGISTERS": 192, "MOVE_REGISTERS": 120}
     config |= forced("hopper_k")
     config["BN"] = min(config["BN"], max(64, padded_rows(columns)))
@@ -42,8 +44,14 @@ def sorted_groups(rows: int, groups: int) -> int:
     return forced("gemm_k_order").get("S", segment_length(rows, groups))
 
 
-def slab_columns(rows: int, columns: int, item_bytes: int, column_tile: int) -> int:
+def hopper_groups(rows: int, groups: int, width: int) -> int:
+    """The same for Hopper's kernel, which takes half a tile's rows by themselves."""
+    length = segment_length(rows, groups, TILE_ROWS // 2)
+    return forced("gemm_k_order").get("S", min(length, max(1, HOPPER_CHANNELS // width)))
+
+
+def slab_columns(rows: int, columns: int, item_bytes: int, column_tile: int, limit: int = SLAB_BYTES) -> int:
     """Columns of the output that are finished before the next ones start, a multiple of the column tile."""
-    slab_bytes = forced("gemm_k_order").get("SLAB_MB", SLAB_BYTES >> 20) << 20
+    slab_bytes = forced("gemm_k_order").get("SLAB_MB", limit >> 20) << 20
     tiles = max(1, slab_bytes // (rows * item_bytes * column_tile))
     return min(tiles * column_tile, -(-columns // column_tile) * column_tile)
