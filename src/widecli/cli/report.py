@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,11 +38,11 @@ def report(runs: Folders = None, formats: Formats = None, out: Out = None, json:
 
     Runs of different models are kept apart, seeds are averaged, and the paper's own figures stand beside, labelled.
     """
-    from widecli.report.report import build, finish, write
+    from widecli.report.report import FORMATS, build, finish, write
     from widecli.track.run import RUNS
 
     with stdout_for_document(json):
-        wanted = chosen_formats(formats)
+        wanted = chosen_formats(formats, FORMATS)
         if not runs and not RUNS.is_dir():
             raise UsageError("there is no runs/ here: name run directories, or make one with wide calibrate")
         made = build(runs or [RUNS])
@@ -57,17 +58,13 @@ def report(runs: Folders = None, formats: Formats = None, out: Out = None, json:
             emit_json(document)
 
 
-def chosen_formats(text: str | None) -> list[str]:
-    """The formats asked for; raises UsageError for one that does not exist."""
-    from widecli.report.report import FORMATS
-
-    if text is None:
-        return list(FORMATS)
-    names = [name.strip().lower() for name in text.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in FORMATS]:
-        raise UsageError(f"--format {unknown[0]} does not exist: choose among {', '.join(FORMATS)}")
+def chosen_formats(text: str | None, possible: Sequence[str]) -> list[str]:
+    """The formats asked for, all when none is named; raises UsageError for one that is not possible."""
+    names = list(possible) if text is None else [name.strip().lower() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in possible]:
+        raise UsageError(f"--format {unknown[0]} does not exist: choose among {', '.join(possible)}")
     if not names:
-        raise UsageError(f"--format names nothing: choose among {', '.join(FORMATS)}")
+        raise UsageError(f"--format names nothing: choose among {', '.join(possible)}")
     return list(dict.fromkeys(names))
 
 

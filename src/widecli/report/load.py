@@ -89,9 +89,11 @@ def figure_columns(frame: pd.DataFrame) -> list[str]:
 def _identity(run: StoredRun, producer: StoredRun | None, model: str) -> dict[str, Any]:
     """What a row is. The producer's recipe describes it; a stored evaluation may have had another one."""
     summary, recipe = run.summary, (producer or run).recipe
-    plan = summary.get("plan") or {}
+    plan = summary.get("plan") or (producer.summary.get("plan") if producer else None) or {}
     row: dict[str, Any] = {"run": run.label, "path": str(run.path), "command": run.command, "model": model}
     row |= _protocol(summary)
+    if not plan and run.command == "profile":  # of a bare shape
+        return row | {"origin": run.label, "stage": run.command, "mode": "shape", "configuration": run.label}
     if not plan:
         return row | {"origin": f"{DENSE} {model}", "stage": DENSE, "mode": DENSE, "configuration": DENSE}
     mode = str(plan.get("mode", "wide"))
@@ -209,19 +211,19 @@ def perplexity_name(key: str, protocol: Mapping[str, Any]) -> str:
 
 
 def speedups(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Measured speed-ups of one profile run, one a setting: `ttft b1 p1024`, `tpot b1 p1024 g128`."""
+    """Speed-ups of a checkpoint's own decisions in one profile run: `ttft b1 p1024`, `tpot b1 p1024 g128`.
+
+    Points with random masks describe no checkpoint; they stand in the throughput table alone.
+    """
     found = {}
     for point in summary.get("points") or []:
         phase, speedup = str(point.get("phase", "")).lower(), number(point.get("speedup"))
-        if phase not in ("ttft", "tpot") or speedup is None:
+        if phase not in ("ttft", "tpot") or speedup is None or point.get("masks", "real") != "real":
             continue
-        setting = [f"b{point.get('batch')}", f"p{point.get('prompt')}"]
+        sizes = [f"b{point.get('batch')}", f"p{point.get('prompt')}"]
         if phase == "tpot":
-            setting.append(f"g{point.get('gen')}")
-        masks = point.get("masks")
-        if masks not in (None, "real"):
-            setting.append(f"{masks} masks")
-        found[f"{phase} {' '.join(setting)}"] = speedup
+            sizes.append(f"g{point.get('gen')}")
+        found[f"{phase} {' '.join(sizes)}"] = speedup
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import math
 from typing import TYPE_CHECKING, Any
 
 from widecli.report.charts import Chart, Mark, Series
@@ -132,12 +133,12 @@ def draw_heat_map(heat: HeatMap, kind: str) -> bytes:
     image = axes.imshow(
         grid, aspect="auto", cmap=heat.colours, vmin=heat.low, vmax=heat.high, interpolation="nearest", origin="upper"
     )
-    step = max(1, rows // 15)
+    step = math.ceil(rows / 16)
     axes.set_yticks(range(0, rows, step), [heat.rows[i] for i in range(0, rows, step)], fontsize=7)
     if heat.columns_vertical:
         axes.set_xticks(range(columns), [_drawable(label) for label in heat.columns], rotation=90, fontsize=5.5)
     else:
-        step = max(1, columns // 16)
+        step = math.ceil(columns / 16)
         axes.set_xticks(range(0, columns, step), [heat.columns[i] for i in range(0, columns, step)], fontsize=7)
     axes.set_xlabel(heat.x_label)
     axes.set_ylabel(heat.y_label)

@@ -78,11 +78,10 @@ def points(frame: pd.DataFrame) -> list[Point]:
     """Group the rows of `load` by configuration; dense models first, then by mode, stage, group size and sparsity."""
     made: list[Point] = []
     for (model, configuration), rows in frame.groupby(["model", "configuration"], sort=False):
-        # a profile of a bare shape belongs to no configuration: it is in the throughput table alone
         described = rows[rows["command"] != "profile"]
         first = (described if len(described) else rows).iloc[0]
-        if not len(described) and first["mode"] == DENSE:
-            continue
+        if first["mode"] == "shape":
+            continue  # a profile of a bare shape is no configuration: it stands in the throughput table alone
         made.append(
             Point(
                 model=str(model),

@@ -129,6 +129,7 @@ def write(report: Report, out: Path, formats: Sequence[str]) -> list[Path]:
         charts = [chart for model in report.models for chart in model.charts()]
         pictures = {f"plots/{chart.name}.{kind}": draw(chart, kind) for chart in charts for kind in drawn}
     _drop_earlier(out)
+    write_json(out / REPORT_DOCUMENT, {"schema": SCHEMA, "files": []})  # a kill from here on leaves a known folder
     for name, text in texts.items():
         write_text(out / name, text)
     for name, picture in pictures.items():

@@ -36,6 +36,7 @@ def summary_table(made: Sequence[Point]) -> Table:
         Column("group_size", "G", "count", 2),
         Column("steps", "steps", "count", 1),
         Column("settings", "settings", importance=1),
+        Column("runs", "runs", importance=4),
         Column("seeds", "seeds", "count", 7),
         Column("skip attention", "attention\nskipped, %", "percent", 6),
         Column("skip ffn", "FFN\nskipped, %", "percent", 6),
@@ -47,7 +48,6 @@ def summary_table(made: Sequence[Point]) -> Table:
         Column("items", "items\na task", "count", 7),
         Column("retention", "kept, %", "percent"),
         *(Column(s, s.replace(" ", "\n", 1), "times", 1) for s in speeds),
-        Column("runs", "runs", importance=4),
     ]
     rows = [_summary_row(point) for point in made]
     table = Table(

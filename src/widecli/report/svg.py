@@ -186,7 +186,7 @@ def glyph(shape: int, x: float, y: float) -> str:
 def heat_svg(heat: HeatMap) -> str:
     """A heat map in ten shades; the page's script finds the value under the pointer in `data-heat`."""
     columns = max(map(len, heat.values))
-    cell_x = max(7.0, min(24.0, 900 / columns))
+    cell_x = max(7.0, min(24.0, 1200 / columns))
     cell_y = 13.0
     left, top = 46.0, 6.0
     bottom = 96.0 if heat.columns_vertical else 36.0
