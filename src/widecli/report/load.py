@@ -16,6 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from widecli.report.find import StoredRun
@@ -97,7 +98,7 @@ def _identity(run: StoredRun, producer: StoredRun | None, model: str) -> dict[st
     if not plan:
         return row | {"origin": f"{DENSE} {model}", "stage": DENSE, "mode": DENSE, "configuration": DENSE}
     mode = str(plan.get("mode", "wide"))
-    steps = number(summary.get("steps"))
+    steps = _steps(summary, producer)
     if producer is None and not _describes(recipe, plan, steps):
         recipe = {}
     budget = _section(recipe, "budget")
@@ -123,6 +124,14 @@ def _identity(run: StoredRun, producer: StoredRun | None, model: str) -> dict[st
         "seed": number(_section(recipe, "train").get("seed")),
         "configuration": json.dumps(settings, sort_keys=True, default=str),
     }
+
+
+def _steps(summary: Mapping[str, Any], producer: StoredRun | None) -> float | None:
+    """The checkpoint's steps: as recorded, by its folder's name, or all of its training's."""
+    if (recorded := number(summary.get("steps"))) is not None:
+        return recorded
+    name = PurePath(str(summary.get("checkpoint"))).name.removeprefix("step-")
+    return float(name) if name.isdecimal() else number(producer.summary.get("steps") if producer else None)
 
 
 def _describes(recipe: Mapping[str, Any], plan: Mapping[str, Any], steps: float | None) -> bool:
