@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,9 +62,7 @@ def test_masks_rates_and_certainty_are_the_models_own(folder: Path) -> None:
     assert seen.summary["skip_rate"]["ffn"] == pytest.approx(trace.skip_rate().ffn)
 
 
-def test_a_long_text_is_read_in_pieces_and_the_backbone_left_bare(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_text_is_read_in_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = see(folder, 32)
     monkeypatch.setattr("widecli.inspection.observe.WINDOW", 32)
     pieces = see(folder, 70)
@@ -79,6 +78,13 @@ def test_statistics_hold_every_layer_and_part(folder: Path) -> None:
     assert len(found.token_shares["ffn"]) == 2 and len(found.token_shares["ffn"][0]) == 60
     document = found.as_dict(10)
     assert len(document["token_shares"]["attention"][1]) == 10
+
+
+def test_a_checkpoint_with_an_adapter_is_refused_rather_than_read_without_it(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "ck", tmp_path / "ck")
+    (tmp_path / "ck" / "adapter").mkdir()
+    with pytest.raises(UsageError, match="adapter"):
+        observe(tmp_path / "ck", ModelSection(name=str(folder / "model")), str(folder / "text.txt"), tokens=8)
 
 
 def test_another_model_or_a_text_without_words_is_refused(folder: Path) -> None:

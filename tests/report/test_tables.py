@@ -92,7 +92,8 @@ def test_a_table_fits_the_terminal_and_keeps_what_matters(runs: Path, width: int
 def test_the_least_important_column_goes_first_and_the_title_says_so() -> None:
     wide, narrow = "\n".join(printed(TABLE, 60)), "\n".join(printed(TABLE, 20))
     assert "3.00" in wide and "more column" not in wide
-    assert "3.00" not in narrow and "50.0" in narrow and "1 more" in narrow.replace("\n", " ")
+    assert "3.00" not in narrow and "50.0" in narrow
+    assert "(1 more column" in " ".join(narrow.split())
 
 
 def test_a_column_that_nobody_fills_is_left_out(runs: Path) -> None:

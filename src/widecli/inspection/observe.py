@@ -58,6 +58,8 @@ def observe(
     from widecli.evaluate.texts import perplexity_text
 
     config = checkpoint.read_config(directory)
+    if (directory / "adapter").exists():  # its decisions without the adapter would be another model's
+        raise UsageError(f"{directory} carries an adapter beside its routers; only routers alone can be inspected")
     label, words = perplexity_text(text, data_root, offline)
     note(f"loading {model.name}")
     backbone = load_backbone(model)

@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 
 from widecli.report.find import StoredRun
 
-MEASURING = frozenset({"eval", "profile", "inspect", "generate", "report", "sweep"})
+MEASURING = frozenset({"eval", "profile", "inspect", "generate", "report", "sweep", "export"})
 """Commands that start from a checkpoint and make none."""
 
 
