@@ -15,6 +15,7 @@ from widecli.report.reference import PUBLISHED
 from widecli.report.sweeps import Sweep, ThroughputPoint
 
 Scale = Literal["linear", "log"]
+_NAME_WIDTH, _NAME_HEIGHT = 0.2, 0.06  # what a name beside a mark takes of a plot
 _WIDE_RANGE = 4  # largest / smallest above which an axis is logarithmic
 
 
@@ -58,6 +59,7 @@ class Chart:
     y_scale: Scale = "linear"
     x_ticks_at_values: bool = False  # a sweep: one tick for each value tried
     named: tuple[tuple[Mark, str], ...] = ()  # marks with a text beside them
+    names_below: bool = False  # on the side where a front leaves room
 
 
 def slug(text: str) -> str:
@@ -93,9 +95,10 @@ def front_chart(front: Front) -> Chart:
     values = [candidate.quality.value for candidate in front.candidates]
     logarithmic = min(values) > 0 and max(values) > _WIDE_RANGE * min(values)
     y_label, y_percent = quality_label(front.quality)
+    gained = "FLOPs skipped" if percent else f"{front.gain.split(' ')[0].upper()} speed-up"
     return Chart(
         name=slug(f"pareto {front.model} {front.quality} {front.gain}"),
-        title=f"{front.model}: {_bare(y_label)} against {'FLOPs skipped' if percent else 'speed-up'}",
+        title=f"{front.model}: {_bare(y_label)} against {gained}",
         x_label=gain_label(front.gain),
         y_label=y_label,
         series=tuple(series),
@@ -103,20 +106,27 @@ def front_chart(front: Front) -> Chart:
         x_percent=percent,
         y_percent=y_percent,
         y_scale="log" if logarithmic else "linear",
-        named=_uncluttered(named, logarithmic),
+        named=_uncluttered(named, [mark for marks in colours.values() for mark in marks], logarithmic),
+        names_below=front.better == "lower",
     )
 
 
-def _uncluttered(named: Sequence[tuple[Mark, str]], logarithmic: bool) -> tuple[tuple[Mark, str], ...]:
-    """Without the names that would stand on another one."""
-    places = [(mark.x, math.log(mark.y) if logarithmic else mark.y) for mark, _ in named]
-    spans = [max(values) - min(values) or 1.0 for values in zip(*places, strict=True)]
-    kept: list[int] = []
-    for i, place in enumerate(places):
-        shifts = ((abs(place[0] - places[j][0]) / spans[0], abs(place[1] - places[j][1]) / spans[1]) for j in kept)
-        if not any(x < 0.25 and y < 0.12 for x, y in shifts):
-            kept.append(i)
-    return tuple(named[i] for i in kept)
+def _uncluttered(
+    named: Sequence[tuple[Mark, str]], marks: Sequence[Mark], logarithmic: bool
+) -> tuple[tuple[Mark, str], ...]:
+    """Without the names that would stand on an earlier one."""
+
+    def place(mark: Mark) -> tuple[float, float]:
+        return mark.x, math.log(mark.y) if logarithmic else mark.y
+
+    width, height = (max(values) - min(values) or 1.0 for values in zip(*map(place, marks), strict=True))
+    kept: list[tuple[Mark, str]] = []
+    for mark, text in named:
+        x, y = place(mark)
+        shifts = [(abs(x - other_x) / width, abs(y - other_y) / height) for other_x, other_y in map(place, dict(kept))]
+        if not any(dx < _NAME_WIDTH and dy < _NAME_HEIGHT for dx, dy in shifts):
+            kept.append((mark, text))
+    return tuple(kept)
 
 
 def _bare(label: str) -> str:
@@ -229,15 +239,7 @@ def throughput_chart(model: str, measured: Sequence[ThroughputPoint]) -> list[Ch
         for axis, title in axes:
             if len({getattr(point, axis) for point in here} - {None}) < 2:
                 continue
-            found: dict[str, list[Mark]] = {}
-            for point in here:
-                others = [f"{key} {point.shown(key)}" for key, _ in axes if key != axis]
-                others.append(f"G {point.shown('group_size')}")
-                x = getattr(point, axis)
-                if x is not None:
-                    mark = Mark(x, point.speedup, point.label, (point.run,), note=point.times)
-                    found.setdefault(", ".join(others), []).append(mark)
-            lines = {name: tuple(sorted(marks, key=lambda mark: mark.x)) for name, marks in found.items()}
+            lines = _speed_lines(here, axis, [key for key, _ in axes if key != axis])
             charts.append(
                 Chart(
                     name=slug(f"throughput {model} {phase} {axis}"),
@@ -252,3 +254,24 @@ def throughput_chart(model: str, measured: Sequence[ThroughputPoint]) -> list[Ch
                 )
             )
     return charts
+
+
+def _speed_lines(measured: Sequence[ThroughputPoint], axis: str, others: Sequence[str]) -> dict[str, tuple[Mark, ...]]:
+    """A line for each setting of the other sizes; one for each run where several measured the same."""
+    groups: dict[str, list[ThroughputPoint]] = {}
+    for point in measured:
+        if getattr(point, axis) is not None:
+            name = ", ".join([*(f"{key} {point.shown(key)}" for key in others), f"G {point.shown('group_size')}"])
+            groups.setdefault(name, []).append(point)
+    lines: dict[str, list[ThroughputPoint]] = {}
+    for name, points in groups.items():
+        repeated = len({getattr(point, axis) for point in points}) < len(points)
+        for point in points:
+            lines.setdefault(f"{name}, {point.run}" if repeated else name, []).append(point)
+    return {
+        name: tuple(
+            Mark(getattr(point, axis), point.speedup, point.label, (point.run,), note=point.times)
+            for point in sorted(points, key=lambda point: float(getattr(point, axis)))
+        )
+        for name, points in lines.items()
+    }

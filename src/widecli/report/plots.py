@@ -43,10 +43,9 @@ def draw(chart: Chart, kind: str) -> bytes:
     values = sorted({_scaled(chart, mark)[0] for series in chart.series for mark in series.marks})
     if chart.x_ticks_at_values and len(values) <= _MOST_TICKS:
         axes.set_xticks(values, [f"{value:g}" for value in values])
-    for i, (mark, text) in enumerate(chart.named):
-        below = i % 2 == 1  # neighbours on a front are close: alternate sides
-        x, y = _scaled(chart, mark)
-        axes.annotate(text, (x, y), (6, -12 if below else 7), textcoords="offset points", fontsize=7.5, color="#444444")
+    for mark, text in chart.named:
+        shift = (5, -11 if chart.names_below else 6)
+        axes.annotate(text, _scaled(chart, mark), shift, textcoords="offset points", fontsize=7.5, color="#444444")
     axes.set_xlabel(chart.x_label)
     axes.set_ylabel(chart.y_label)
     axes.set_title(chart.title, fontsize=11, loc="left")

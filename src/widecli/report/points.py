@@ -75,7 +75,7 @@ class Point:
 
 
 def points(frame: pd.DataFrame) -> list[Point]:
-    """Group the rows of `load` by configuration; dense models first, then by mode, stage, group size and sparsity."""
+    """Group the rows of `load` by configuration; dense models first, then by mode, stage, sparsity, group size."""
     made: list[Point] = []
     for (model, configuration), rows in frame.groupby(["model", "configuration"], sort=False):
         described = rows[rows["command"] != "profile"]
@@ -101,7 +101,7 @@ def points(frame: pd.DataFrame) -> list[Point]:
 
 def _order(point: Point) -> tuple[Any, ...]:
     mode = (point.mode != DENSE, point.mode != "wide", point.mode, point.stage)
-    return (point.model, *mode, -(point.group_size or 0), point.sparsity or 0, point.steps or 0)
+    return (point.model, *mode, point.sparsity or 0, point.group_size or 0, point.steps or 0)
 
 
 def _figure(rows: pd.DataFrame, name: str) -> Figure | None:

@@ -54,12 +54,12 @@ class ModelReport:
 
     def charts(self) -> list[Chart]:
         """Fronts, sweeps, speed. An average has no plot of its own where the retention draws the same picture."""
-        kept = {front.quality: len(front.candidates) for front in self.fronts}
+        kept = {(front.quality, front.gain): len(front.candidates) for front in self.fronts}
         drawn = [
             front
             for front in self.fronts
             if not front.quality.startswith("average ")
-            or kept.get(front.quality.replace("average", "retention", 1)) != len(front.candidates)
+            or kept.get((front.quality.replace("average", "retention", 1), front.gain)) != len(front.candidates)
         ]
         charts = [front_chart(front) for front in drawn]
         charts += [chart for sweep in self.sweeps for chart in sweep_chart(sweep)]

@@ -48,10 +48,10 @@ def chart_svg(chart: Chart) -> str:
             tip = escape(tip_of(chart, series, mark), quote=True)
             dots.append(f'<g class="mark {css}{hollow}" tabindex="0" data-tip="{tip}">{glyph(shape, x, y)}</g>')
     named = []
-    for i, (mark, text) in enumerate(chart.named):
+    for mark, text in chart.named:
         x, y = place_x(_x(chart, mark)), place_y(_y(chart, mark))
         anchor, shift = ("end", -8) if x > WIDTH - _RIGHT - 90 else ("start", 8)
-        named.append(_text(x + shift, y + (16 if i % 2 else -9), text, anchor, 'class="name"'))
+        named.append(_text(x + shift, y + (16 if chart.names_below else -9), text, anchor, 'class="name"'))
     return "".join([*parts, *lines, *named, *dots, "</svg>"])
 
 
@@ -149,7 +149,7 @@ def _axis(
 
 def _round_ticks(low: float, high: float) -> list[float]:
     """Multiples of 1, 2, 2.5 or 5 times a power of ten, five or so of them."""
-    rough = (high - low) / 5
+    rough = (high - low) / 6
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough)
     return [round(i * step, 12) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
