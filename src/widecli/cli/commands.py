@@ -18,6 +18,8 @@ COMMANDS: Mapping[str, str] = {
     "calibrate": "Train routers on a frozen model: every token learns which groups to run.",
     "eval": "Measure a checkpoint beside its dense model: perplexity, tasks, skip rates.",
     "demo": "Calibrate and evaluate the embedded model on this machine, in minutes.",
+    "report": "Tables, plots and one page from all runs: Pareto fronts, sweeps, seeds.",
+    "inspect": "Show what a checkpoint's routers learned: layers, groups, words, tiles.",
     "doctor": "Say what this machine can do, and how to get what is missing.",
 }
 """Name -> help in one line. `wide NAME` runs the function NAME of the module `widecli.cli.NAME`."""

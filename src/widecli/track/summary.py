@@ -14,6 +14,7 @@ _ROUTED = ("model", "plan", "skip_rate", "flops_skipped", "steps", "tokens_per_s
 REQUIRED_KEYS: Mapping[str, tuple[str, ...]] = {
     "calibrate": _ROUTED,
     "eval": (*_ROUTED, "perplexity", "tasks", "average", "retention", "dense"),
+    "inspect": ("model", "plan", "skip_rate", "flops_skipped", "steps", "checkpoint", "text", "tokens", "layers"),
 }
 """Command -> keys of its summary, besides `schema`, `command` and `run_dir`."""
 

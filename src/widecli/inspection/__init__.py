@@ -1,0 +1,1 @@
+"""What the routers of a checkpoint learned: their decisions on a text, and statistics of them."""

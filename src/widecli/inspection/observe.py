@@ -1,0 +1,130 @@
+"""Runs a checkpoint over a text and keeps every decision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from widecli.errors import UsageError
+from widecli.model import checkpoint
+from widecli.model.backbone import load_backbone
+from widecli.model.plan import PartName
+from widecli.model.routed import RoutedModel
+
+if TYPE_CHECKING:
+    from widecli.recipe.schema import ModelSection
+
+Key = tuple[int, PartName]
+WINDOW = 1024
+"""Tokens that see each other: a longer text is read in pieces of this length."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Decisions on T tokens. `masks`: bool [T, N] by layer and part, True = execute; `certainty`: each router's own
+    entropy a decision in bits [N], 0 = it always is sure, 1 = it tosses a coin."""
+
+    model: str
+    config: checkpoint.CheckpointConfig
+    text: str
+    tokens: tuple[str, ...]
+    num_layers: int
+    masks: dict[Key, Tensor]
+    certainty: dict[Key, Tensor]
+    summary: dict[str, Any]
+
+
+def observe(
+    directory: Path,
+    model: ModelSection,
+    text: str,
+    *,
+    tokens: int,
+    data_root: str | None = None,
+    offline: bool = False,
+    note: Callable[[str], None] = lambda _: None,
+) -> Observation:
+    """Read the first `tokens` tokens of `text` (a named text or a file) with the checkpoint in `directory`.
+
+    Raises:
+        UsageError: a text too short to say anything, or a model that the checkpoint was not trained on.
+    """
+    from widecli.evaluate.texts import perplexity_text
+
+    config = checkpoint.read_config(directory)
+    if (directory / "adapter").exists():  # its decisions without the adapter would be another model's
+        raise UsageError(f"{directory} carries an adapter beside its routers; only routers alone can be inspected")
+    label, words = perplexity_text(text, data_root, offline)
+    note(f"loading {model.name}")
+    backbone = load_backbone(model)
+    if difference := config.backbone.mismatch(backbone.identity):
+        raise UsageError(
+            f"{directory} was trained on {config.backbone.id}, and {model.name} is another model: {difference}"
+        )
+    # a token is rarely longer than twenty characters: no need to encode a whole book
+    encoded = backbone.tokenizer(words[: 20 * tokens + 1000], add_special_tokens=False, verbose=False)["input_ids"]
+    ids = encoded[:tokens]
+    if len(ids) < 2:
+        raise UsageError(f"the text {text} has {len(ids)} tokens: name a longer one with --text")
+    note(f"reading {len(ids)} tokens of {label}")
+    routed = RoutedModel.attach(backbone.model, config.plan)
+    checkpoint.load_routers(directory, routed.routers)
+    watched = _Certainty(routed)
+    try:
+        with torch.no_grad(), routed.tracing(keep_masks=True) as trace:
+            for start in range(0, len(ids), WINDOW):
+                piece = torch.tensor([ids[start : start + WINDOW]], device=backbone.device)
+                routed.decoder(input_ids=piece, use_cache=False)
+    finally:
+        watched.stop()
+        routed.detach()
+    assert trace.masks is not None
+    return Observation(
+        model=backbone.identity.id,
+        config=config,
+        text=f"{label}, first {len(ids)} tokens",
+        tokens=tuple(backbone.tokenizer.decode([token]) for token in ids),
+        num_layers=len(routed.layers),
+        masks={key: torch.cat(parts).cpu() for key, parts in trace.masks.items()},
+        certainty=watched.means(),
+        summary=trace.summary(min(len(ids), WINDOW)),
+    )
+
+
+class _Certainty:
+    """Sums each router's binary entropy over the tokens it sees."""
+
+    def __init__(self, routed: RoutedModel) -> None:
+        self._sums: dict[Key, Tensor] = {}
+        self._tokens: dict[Key, int] = {}
+        self._handles = []
+        for key, decision in routed.decisions.items():
+
+            def see(_: torch.nn.Module, args: tuple[Tensor, ...], logits: Tensor, key: Key = key) -> None:
+                probability = torch.sigmoid(logits[..., 0] - logits[..., 1]).double().flatten(0, -2)
+                self._sums[key] = self._sums.get(key, 0) + binary_entropy(probability).sum(0).cpu()
+                self._tokens[key] = self._tokens.get(key, 0) + len(probability)
+
+            self._handles.append(decision.router.register_forward_hook(see))
+
+    def stop(self) -> None:
+        """Look no more."""
+        for handle in self._handles:
+            handle.remove()
+
+    def means(self) -> dict[Key, Tensor]:
+        """Mean entropy of a decision, bits [N]."""
+        return {key: total / self._tokens[key] for key, total in self._sums.items()}
+
+
+def binary_entropy(probability: Tensor) -> Tensor:
+    """Entropy in bits of a yes-or-no decision with this probability; 0 at 0 and at 1."""
+    p = probability.double()
+    nats: Tensor = torch.special.entr(p) + torch.special.entr(1 - p)
+    return nats / math.log(2)

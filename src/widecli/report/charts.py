@@ -1,0 +1,277 @@
+"""What a plot shows, before anybody draws it: `plots.py` draws files with matplotlib, `svg.py` the page's own SVG."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from widecli.report.load import DENSE
+from widecli.report.pareto import Front, qualities
+from widecli.report.points import Figure, Point, best_protocol, items_of
+from widecli.report.reference import PUBLISHED
+from widecli.report.sweeps import Sweep, ThroughputPoint
+
+Scale = Literal["linear", "log"]
+_NAME_WIDTH, _NAME_HEIGHT = 0.2, 0.06  # what a name beside a mark takes of a plot
+_WIDE_RANGE = 4  # largest / smallest above which an axis is logarithmic
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One point of a plot; `runs` is what hovering shows."""
+
+    x: float
+    y: float
+    label: str
+    runs: tuple[str, ...]
+    y_spread: float | None = None
+    hollow: bool = False  # dominated, or published elsewhere
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Marks of one colour; `line` joins them by rising x. Without `dots` only the line; `published`: in grey."""
+
+    name: str
+    marks: tuple[Mark, ...]
+    line: Literal["none", "straight", "steps"] = "none"
+    dots: bool = True
+    published: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A plot of one question. `name` is its file's name; `percent` says which axes hold fractions."""
+
+    name: str
+    title: str
+    x_label: str
+    y_label: str
+    series: tuple[Series, ...]
+    caption: str
+    x_percent: bool = False
+    y_percent: bool = False
+    x_scale: Scale = "linear"
+    y_scale: Scale = "linear"
+    x_ticks_at_values: bool = False  # a sweep: one tick for each value tried
+    named: tuple[tuple[Mark, str], ...] = ()  # marks with a text beside them
+    names_below: bool = False  # on the side where a front leaves room
+
+
+def slug(text: str) -> str:
+    """A file name that any system takes."""
+    words = "".join(c if c.isalnum() or c in "._" else "-" for c in text.lower())
+    return "-".join(part for part in words.split("-") if part)
+
+
+def front_chart(front: Front) -> Chart:
+    """Quality against gain: a colour for each mode, dominated points hollow, the front as a line of steps."""
+    percent = front.gain.startswith("flops ")
+    on_front = front.front
+    colours: dict[str, list[Mark]] = {}
+    named = []
+    for candidate in front.candidates:
+        point = candidate.point
+        mark = Mark(
+            candidate.gain.value,
+            candidate.quality.value,
+            point.label,
+            tuple(dict.fromkeys((*candidate.quality.runs, *candidate.gain.runs))),
+            candidate.quality.spread,
+            hollow=candidate.dominated_by is not None,
+            note=f"dominated by {candidate.dominated_by.label}" if candidate.dominated_by else "on the front",
+        )
+        colours.setdefault(point.series, []).append(mark)
+        if candidate in on_front:
+            named.append((mark, DENSE if point.mode == DENSE else _short(point)))
+    edge = tuple(Mark(c.gain.value, c.quality.value, c.point.label, ()) for c in on_front)
+    series = [Series(name, tuple(marks)) for name, marks in colours.items()]
+    if len(edge) > 1:
+        series.append(Series("front", edge, line="steps", dots=False))
+    values = [candidate.quality.value for candidate in front.candidates]
+    logarithmic = min(values) > 0 and max(values) > _WIDE_RANGE * min(values)
+    y_label, y_percent = quality_label(front.quality)
+    gained = "FLOPs skipped" if percent else f"{front.gain.split(' ')[0].upper()} speed-up"
+    return Chart(
+        name=slug(f"pareto {front.model} {front.quality} {front.gain}"),
+        title=f"{front.model}: {_bare(y_label)} against {gained}",
+        x_label=gain_label(front.gain),
+        y_label=y_label,
+        series=tuple(series),
+        caption="Hollow: another configuration is at least as good on both axes.",
+        x_percent=percent,
+        y_percent=y_percent,
+        y_scale="log" if logarithmic else "linear",
+        named=_uncluttered(named, [mark for marks in colours.values() for mark in marks], logarithmic),
+        names_below=front.better == "lower",
+    )
+
+
+def _uncluttered(
+    named: Sequence[tuple[Mark, str]], marks: Sequence[Mark], logarithmic: bool
+) -> tuple[tuple[Mark, str], ...]:
+    """Without the names that would stand on an earlier one."""
+
+    def place(mark: Mark) -> tuple[float, float]:
+        return mark.x, math.log(mark.y) if logarithmic else mark.y
+
+    width, height = (max(values) - min(values) or 1.0 for values in zip(*map(place, marks), strict=True))
+    kept: list[tuple[Mark, str]] = []
+    for mark, text in named:
+        x, y = place(mark)
+        shifts = [(abs(x - other_x) / width, abs(y - other_y) / height) for other_x, other_y in map(place, dict(kept))]
+        if not any(dx < _NAME_WIDTH and dy < _NAME_HEIGHT for dx, dy in shifts):
+            kept.append((mark, text))
+    return tuple(kept)
+
+
+def _bare(label: str) -> str:
+    return label.removesuffix(" of dense").removesuffix(", %")
+
+
+def _short(point: Point) -> str:
+    parts = [f"S {100 * point.sparsity:.4g} %"] if point.sparsity is not None else [point.mode]
+    if point.group_size is not None:
+        parts.append(f"G {point.group_size:.0f}")
+    return ", ".join(parts)
+
+
+def quality_label(name: str) -> tuple[str, bool]:
+    """An axis label for a quality figure, and whether it holds a fraction."""
+    if name.startswith("perplexity "):
+        return f"token perplexity, {name.removeprefix('perplexity ')}", False
+    items = items_of(name)
+    subset = ""
+    if ", " in items:
+        tasks, items = items.rsplit(", ", 1)
+        subset = f" of {tasks}"
+    count = "all items" if items == "all" else f"{items} items a task"
+    if name.startswith("average "):
+        return f"average accuracy{subset or ' of seven tasks'}, {count}, %", True
+    return f"accuracy kept{subset}, {count}, % of dense", True
+
+
+def gain_label(name: str) -> str:
+    """An axis label for what is gained."""
+    if name.startswith("flops "):
+        return "prunable FLOPs skipped, %"
+    phase, *setting = name.split(" ")
+    words = {"b": "batch ", "p": "prompt ", "g": "generated "}
+    shown = [words[s[0]] + s[1:] if s[0] in words and s[1:].isdecimal() else s for s in setting]
+    return f"measured {phase.upper()} speed-up over dense ({', '.join(shown)})"
+
+
+def sweep_chart(sweep: Sweep) -> list[Chart]:
+    """Kept accuracy and each perplexity along a sweep's axis, with the paper's points where they fit."""
+    charts = []
+    kinds: list[tuple[str, str, Callable[[Point], Figure | None]]] = []
+    if any(best_protocol(point, "retention") for _, points in sweep.lines for point in points):
+        kinds.append(("retention", "accuracy kept, % of dense", _kept))
+    for quality in qualities([point for _, line in sweep.lines for point in line]):
+        if quality.startswith("perplexity "):
+            kinds.append((quality, quality_label(quality)[0], functools.partial(_named, quality)))
+    for kind, label, figure in kinds:
+        along = [(name, _along(sweep, points, figure)) for name, points in sweep.lines]
+        series = [Series(name, marks, "straight") for name, marks in along if marks]
+        if not any(len(one.marks) > 1 for one in series):
+            continue
+        if kind == "retention" and sweep.axis == "sparsity":
+            series += _published()
+        values = [mark.y for one in series for mark in one.marks]
+        charts.append(
+            Chart(
+                name=slug(f"{sweep.axis} {sweep.model} {kind}"),
+                title=f"{sweep.model}: {_bare(label)} by {sweep.title.split(',')[0]}",
+                x_label=sweep.title + (", %" if sweep.axis == "sparsity" else ""),
+                y_label=label,
+                series=tuple(series),
+                caption="Lines join configurations that differ in nothing else; bars are the spread over seeds.",
+                x_percent=sweep.axis == "sparsity",
+                y_percent=kind == "retention",
+                x_scale="linear" if sweep.axis == "sparsity" else "log",
+                x_ticks_at_values=True,
+                y_scale="log" if min(values) > 0 and max(values) > _WIDE_RANGE * min(values) else "linear",
+            )
+        )
+    return charts
+
+
+def _named(name: str, point: Point) -> Figure | None:
+    return point.figures.get(name)
+
+
+def _kept(point: Point) -> Figure | None:
+    name = best_protocol(point, "retention")
+    return point.figures.get(name) if name else None
+
+
+def _along(sweep: Sweep, points: Sequence[Point], figure: Callable[[Point], Figure | None]) -> tuple[Mark, ...]:
+    marks = []
+    for point in points:
+        x, found = sweep.value(point), figure(point)
+        if x is not None and found is not None:
+            marks.append(Mark(x, found.value, point.label, found.runs, found.spread))
+    return tuple(marks)
+
+
+def _published() -> list[Series]:
+    """The paper's retentions, hollow and named as what they are."""
+    marks: dict[str, list[Mark]] = {}
+    for entry in PUBLISHED:
+        if entry.retention is not None:
+            label = f"{entry.method}{f', G {entry.group_size}' if entry.group_size else ''}, {entry.model}"
+            note = "published by the paper, not measured here"
+            mark = Mark(entry.sparsity, entry.retention, label, (), hollow=True, note=note)
+            marks.setdefault(f"published: {entry.method}", []).append(mark)
+    return [Series(name, tuple(found), published=True) for name, found in marks.items()]
+
+
+def throughput_chart(model: str, measured: Sequence[ThroughputPoint]) -> list[Chart]:
+    """Speed-up over dense by batch size, prompt length or sparsity: whichever varies, one plot a phase."""
+    charts = []
+    axes = (("batch", "batch size"), ("prompt", "prompt, tokens"), ("sparsity", "sparsity, %"))
+    for phase in ("ttft", "tpot"):
+        here = [point for point in measured if point.phase == phase]
+        for axis, title in axes:
+            if len({getattr(point, axis) for point in here} - {None}) < 2:
+                continue
+            lines = _speed_lines(here, axis, [key for key, _ in axes if key != axis])
+            charts.append(
+                Chart(
+                    name=slug(f"throughput {model} {phase} {axis}"),
+                    title=f"{model}: {phase.upper()} speed-up by {title.split(',')[0]}",
+                    x_label=title,
+                    y_label=f"{phase.upper()}, dense time / routed time",
+                    series=tuple(Series(name, marks, "straight") for name, marks in lines.items()),
+                    caption="Above 1 the routed model is faster. Medians; dense and routed by the same code.",
+                    x_percent=axis == "sparsity",
+                    x_scale="linear" if axis == "sparsity" else "log",
+                    x_ticks_at_values=True,
+                )
+            )
+    return charts
+
+
+def _speed_lines(measured: Sequence[ThroughputPoint], axis: str, others: Sequence[str]) -> dict[str, tuple[Mark, ...]]:
+    """A line for each setting of the other sizes; one for each run where several measured the same."""
+    groups: dict[str, list[ThroughputPoint]] = {}
+    for point in measured:
+        if getattr(point, axis) is not None:
+            name = ", ".join([*(f"{key} {point.shown(key)}" for key in others), f"G {point.shown('group_size')}"])
+            groups.setdefault(name, []).append(point)
+    lines: dict[str, list[ThroughputPoint]] = {}
+    for name, points in groups.items():
+        repeated = len({getattr(point, axis) for point in points}) < len(points)
+        for point in points:
+            lines.setdefault(f"{name}, {point.run}" if repeated else name, []).append(point)
+    return {
+        name: tuple(
+            Mark(getattr(point, axis), point.speedup, point.label, (point.run,), note=point.times)
+            for point in sorted(points, key=lambda point: float(getattr(point, axis)))
+        )
+        for name, points in lines.items()
+    }

@@ -1,0 +1,179 @@
+"""Which folders are finished runs, and what they recorded. Whatever cannot be read is named with its reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from widecli.errors import UsageError
+from widecli.track.summary import REQUIRED_KEYS, SUMMARY_SCHEMA
+
+REPORT_DOCUMENT = "report.json"
+"""Marks a folder that `wide report` wrote: replaced by the next one, never read as a run."""
+
+_DEEPEST = 3  # runs/<sweep>/<stage>/<run>
+_RUN_FILES = ("recipe.yaml", "summary.json", "metrics.jsonl")
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A finished run as its directory records it. `label` is the shortest name that no other run here has."""
+
+    path: Path
+    label: str
+    summary: Mapping[str, Any]
+    recipe: Mapping[str, Any]  # as written, not validated: recipes of other versions are fine
+    environment: Mapping[str, Any]
+
+    @property
+    def command(self) -> str:
+        """The command that made it."""
+        return str(self.summary["command"])
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A folder that is left out, and why."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """What lies below the folders named."""
+
+    runs: tuple[StoredRun, ...]
+    skipped: tuple[Skipped, ...]
+
+
+def find_runs(folders: Iterable[str | Path]) -> Found:
+    """Read every finished run among `folders` and below them.
+
+    Raises:
+        UsageError: a folder does not exist, or there is no finished run at all.
+    """
+    read: dict[Path, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
+    skipped: dict[Path, str] = {}
+    named = [Path(folder) for folder in folders]
+    for folder in named:
+        if not folder.is_dir():
+            raise UsageError(f"{folder} is not a folder: name run directories, or a folder that holds some.")
+        for path, reason in _candidates(folder, _DEEPEST):
+            if path.resolve() in read:
+                continue  # named twice, or below another folder named
+            if reason is None:
+                try:
+                    read[path.resolve()] = _read(path)
+                    continue
+                except _UnreadableError as error:
+                    reason = str(error)
+            skipped[path] = reason
+    if not read:
+        why = "".join(f"; {path}: {reason}" for path, reason in list(skipped.items())[:3])
+        more = f" (and {len(skipped) - 3} more)" if len(skipped) > 3 else ""
+        raise UsageError(f"there is no finished run in {', '.join(map(str, named))}{why}{more}")
+    labels = _labels(list(read))
+    runs = tuple(
+        StoredRun(_shown(path), labels[path], summary, recipe, environment)
+        for path, (summary, recipe, environment) in sorted(read.items())
+    )
+    return Found(runs, tuple(Skipped(path, reason) for path, reason in skipped.items()))
+
+
+class _UnreadableError(Exception):
+    pass
+
+
+def _candidates(folder: Path, depth: int) -> Iterator[tuple[Path, str | None]]:
+    """(folder, None) for what looks like a run, (folder, reason) for what does not and holds none."""
+    if any((folder / name).is_file() for name in _RUN_FILES):
+        yield folder, None
+        return
+    if (folder / REPORT_DOCUMENT).is_file():
+        return
+    inner = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    below = [found for path in inner if depth for found in _candidates(path, depth - 1)]
+    if any(reason is None for _, reason in below):
+        yield from below
+    elif depth < _DEEPEST:
+        yield folder, "not a run directory"  # one line for it, none for what it holds
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    if not (path / "summary.json").is_file():
+        raise _UnreadableError("not finished (no summary.json)")
+    summary = _json(path / "summary.json")
+    if summary is None:
+        raise _UnreadableError("its summary.json cannot be read")
+    if complaint := _complaint(summary):
+        raise _UnreadableError(complaint)
+    return summary, _yaml(path / "recipe.yaml"), _json(path / "environment.json") or {}
+
+
+def _complaint(summary: Mapping[str, Any]) -> str | None:
+    """Why a summary is not one that this version understands."""
+    schema = summary.get("schema")
+    if schema != SUMMARY_SCHEMA:
+        return f"its summary has schema {schema!r}; this version reads {SUMMARY_SCHEMA!r}"
+    command = summary.get("command")
+    if not isinstance(command, str):
+        return "its summary names no command"
+    required = REQUIRED_KEYS.get(command, ())
+    if missing := [key for key in required if key not in summary]:
+        return f"its summary lacks {', '.join(missing)}"
+    mappings = ("plan", "skip_rate", "flops_skipped", "dense", "perplexity", "tasks", "backbone", "protocol", "budget")
+    for key in mappings:
+        if not isinstance(summary.get(key), (dict, type(None))):
+            return f"its summary's {key} is a {type(summary[key]).__name__}, not a table of values"
+    points = summary.get("points", [])
+    if not isinstance(points, list) or not all(isinstance(point, dict) for point in points):
+        return "its summary's points are not a list of tables"
+    if not isinstance(summary.get("model"), (str, type(None))):
+        return "its summary's model is not a name"
+    return None
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    from widecli.recipe.dialect import parse_yaml
+
+    try:
+        found = parse_yaml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, yaml.YAMLError):
+        raise _UnreadableError("its recipe.yaml cannot be read") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _shown(path: Path) -> Path:
+    """As seen from here, where that is shorter."""
+    try:
+        return path.relative_to(Path.cwd())
+    except ValueError:
+        return path
+
+
+def _labels(paths: list[Path]) -> dict[Path, str]:
+    """The last components of each path, as many as it takes to tell it from the others."""
+    labels = {}
+    for path in paths:
+        others = [other for other in paths if other != path]
+        length = 1
+        while length < len(path.parts) and any(other.parts[-length:] == path.parts[-length:] for other in others):
+            length += 1
+        labels[path] = "/".join(path.parts[-length:])
+    return labels

@@ -1,0 +1,194 @@
+"""Rows -> points: one for each configuration of a model, its figures averaged over seeds, each naming its runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from statistics import mean, stdev
+from typing import TYPE_CHECKING, Any
+
+from widecli.recipe.keys import recipe_keys
+from widecli.report.load import DENSE, figure_columns
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured figure: the mean over the runs of one configuration, sample standard deviation where several."""
+
+    value: float
+    spread: float | None
+    runs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One configuration. `extra` says what sets it apart from others of the same mode, sparsity, G and steps."""
+
+    model: str
+    stage: str
+    mode: str
+    sparsity: float | None
+    group_size: float | None
+    steps: float | None
+    seeds: tuple[float, ...]
+    configuration: str
+    figures: dict[str, Figure]
+    runs: tuple[str, ...]
+    extra: str = ""
+
+    @property
+    def series(self) -> str:
+        """What a plot's legend calls it."""
+        return self.mode if self.stage in (DENSE, "calibrate") else f"{self.mode} + {self.stage}"
+
+    @property
+    def label(self) -> str:
+        """Mode, sparsity, group size, steps and what else is special."""
+        if self.mode == DENSE:
+            return DENSE
+        parts = [self.series]
+        if self.sparsity is not None:
+            parts.append(f"S {100 * self.sparsity:.4g} %")
+        if self.group_size is not None:
+            parts.append(f"G {self.group_size:.0f}")
+        if self.steps is not None:
+            parts.append(f"{self.steps:.0f} steps")
+        return ", ".join([*parts, *([self.extra] if self.extra else [])])
+
+    def value(self, name: str) -> float | None:
+        """A figure's mean, or None where it was not measured."""
+        found = self.figures.get(name)
+        return found.value if found else None
+
+    def without(self, *keys: str) -> str:
+        """The configuration with some recipe keys left out: equal for points that differ in nothing else."""
+        if self.configuration == DENSE:
+            return DENSE
+        return json.dumps({k: v for k, v in json.loads(self.configuration).items() if k not in keys}, sort_keys=True)
+
+
+def points(frame: pd.DataFrame) -> list[Point]:
+    """Group the rows of `load` by configuration; dense models first, then by mode, stage, sparsity, group size."""
+    made: list[Point] = []
+    for (model, configuration), rows in frame.groupby(["model", "configuration"], sort=False):
+        described = rows[rows["command"] != "profile"]
+        first = (described if len(described) else rows).iloc[0]
+        if first["mode"] == "shape":
+            continue  # a profile of a bare shape is no configuration: it stands in the throughput table alone
+        made.append(
+            Point(
+                model=str(model),
+                stage=str(first["stage"]),
+                mode=str(first["mode"]),
+                sparsity=_optional(first["sparsity"]),
+                group_size=_optional(first["group_size"]),
+                steps=_optional(first["steps"]),
+                seeds=tuple(sorted({float(seed) for seed in rows["seed"].dropna()})),
+                configuration=str(configuration),
+                figures={name: figure for name in figure_columns(frame) if (figure := _figure(rows, name))},
+                runs=tuple(dict.fromkeys(rows["run"])),
+            )
+        )
+    return _told_apart(sorted(made, key=_order))
+
+
+def _order(point: Point) -> tuple[Any, ...]:
+    mode = (point.mode != DENSE, point.mode != "wide", point.mode, point.stage)
+    return (point.model, *mode, point.sparsity or 0, point.group_size or 0, point.steps or 0)
+
+
+def _figure(rows: pd.DataFrame, name: str) -> Figure | None:
+    """Average over trainings, not over evaluations: of each training, the fullest evaluation that has the figure."""
+    known = rows[rows[name].notna()]
+    if name.startswith(("skip ", "flops ")):
+        # what an evaluation saw goes before what the training ended with
+        measured = known[known["command"] != known["stage"]]
+        known = measured if len(measured) else known
+    if not len(known):
+        return None
+    chosen = known.sort_values("fullness", ascending=False, kind="stable").drop_duplicates("origin")
+    values = [float(value) for value in chosen[name]]
+    return Figure(mean(values), stdev(values) if len(values) > 1 else None, tuple(chosen["run"]))
+
+
+def _optional(value: Any) -> float | None:
+    return None if value is None or math.isnan(value) else float(value)
+
+
+def _told_apart(made: Sequence[Point]) -> list[Point]:
+    """Give points of the same label an `extra` that names the recipe keys in which they differ."""
+    alike: dict[tuple[str, str], list[Point]] = defaultdict(list)
+    for point in made:
+        alike[point.model, point.label].append(point)
+    extra: dict[int, str] = {}
+    for same in alike.values():
+        if len(same) == 1:
+            continue
+        settings = [json.loads(point.configuration) for point in same]
+        keys = sorted({key for one in settings for key in one})
+        differing = [key for key in keys if len({json.dumps(one.get(key)) for one in settings}) > 1]
+        for point, one in zip(same, settings, strict=True):
+            words = [_difference(key, one.get(key), [other.get(key) for other in settings]) for key in differing]
+            extra[id(point)] = ", ".join(word for word in words if word)
+    return [replace(point, extra=extra.get(id(point), "")) for point in made]
+
+
+def _difference(key: str, value: Any, values: Sequence[Any]) -> str:
+    """What a point says about a key in which others differ; nothing where it has the recipe's default."""
+    name = key.rsplit(".", 1)[-1].replace("_", " ")
+    if isinstance(value, list):
+        shared = set.intersection(*(set(map(str, other)) for other in values if isinstance(other, list)))
+        added = [_last_folders(str(item)) for item in value if str(item) not in shared]
+        return f"{name} +{' +'.join(added)}" if added else ""
+    if value is None or (key in recipe_keys() and recipe_keys()[key].default == value):
+        return ""
+    if value is True:
+        return name
+    return f"{name} {_last_folders(f'{value:g}' if isinstance(value, float) else str(value))}"
+
+
+def _last_folders(text: str) -> str:
+    return "/".join(PurePath(text).parts[-2:]) if "/" in text else text
+
+
+def by_model(made: Iterable[Point]) -> dict[str, list[Point]]:
+    """Points of different models are never compared: one list each."""
+    groups: dict[str, list[Point]] = defaultdict(list)
+    for point in made:
+        groups[point.model].append(point)
+    return dict(groups)
+
+
+def names_of(made: Iterable[Point], prefix: str) -> list[str]:
+    """The figures beginning with `prefix` that at least one point has, the most frequent first."""
+    counts: dict[str, int] = defaultdict(int)
+    for point in made:
+        for name in point.figures:
+            if name.startswith(prefix):
+                counts[name] += 1
+    return sorted(counts, key=lambda name: (-counts[name], len(name), name))
+
+
+def best_protocol(point: Point, kind: str) -> str | None:
+    """The fullest protocol under which a point has `kind` (`average`): `average [all]` before `average [400]`."""
+    names = [name for name in point.figures if name.startswith(f"{kind} [")]
+    return min(names, key=fullness_order, default=None)
+
+
+def fullness_order(name: str) -> tuple[bool, bool, float]:
+    """Sorts `average [all]` before `average [400]` before an average of a few tasks."""
+    items = items_of(name)
+    limit = items.rsplit(", ", 1)[-1]
+    return (", " in items, limit != "all", -float(limit) if limit.isdecimal() else 0.0)
+
+
+def items_of(name: str) -> str:
+    """`average [400]` -> `400`."""
+    return name.partition("[")[2].rstrip("]")

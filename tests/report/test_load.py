@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from stored_runs import speed_point, write_calibration, write_evaluation, write_pair, write_profile
+from widecli.report.find import find_runs
+from widecli.report.load import Results, load, perplexity_name
+from widecli.report.points import Point, points
+
+
+def read(folder: Path) -> Results:
+    return load(find_runs([folder]).runs)
+
+
+def row(frame: pd.DataFrame, run: str, stage: str | None = None) -> Any:
+    rows = frame[(frame["run"] == run) & ((frame["stage"] == stage) if stage else frame["stage"].ne("dense"))]
+    assert len(rows) == 1
+    return rows.iloc[0]
+
+
+def test_an_evaluation_belongs_to_the_run_that_made_its_checkpoint(runs: Path) -> None:
+    frame = read(runs).frame
+    found = row(frame, "eval-s50-seed1")
+    assert found["origin"] == "calibrate-s50-seed1 at step 300" == row(frame, "calibrate-s50-seed1")["origin"]
+    assert (found["sparsity"], found["group_size"], found["seed"], found["mode"]) == (0.5, 64, 1, "wide")
+    assert found["perplexity wikitext2"] == 53.0
+    assert found["average [all]"] == pytest.approx(0.45)
+    assert found["retention [all]"] == pytest.approx(0.9)
+    assert found["flops at wikitext2"] == pytest.approx(0.9 * 0.52)  # of that text, not of everything
+    assert found["flops prunable"] == pytest.approx(0.45)
+
+
+def test_a_moved_and_renamed_calibration_is_found_by_its_name_or_its_recipe(tmp_path: Path) -> None:
+    write_pair(tmp_path / "archive", "x", perplexity=30.0)
+    write_pair(tmp_path / "archive", "y", perplexity=30.0, seed=1)
+    (tmp_path / "archive" / "calibrate-y").rename(tmp_path / "archive" / "calibrate-other-name")
+    frame = read(tmp_path).frame
+    assert row(frame, "eval-x")["origin"].startswith("calibrate-x")
+    assert row(frame, "eval-y")["origin"].startswith("calibrate-other-name")
+
+
+def test_a_run_of_that_name_with_another_recipe_is_not_taken(tmp_path: Path) -> None:
+    write_calibration(tmp_path, "x", sparsity=0.25)
+    write_evaluation(tmp_path, "x", of="x", sparsity=0.5)
+    results = read(tmp_path)
+    assert row(results.frame, "eval-x")["origin"].startswith("runs/calibrate-x/checkpoints")
+    assert row(results.frame, "eval-x")["sparsity"] == 0.5  # its own recipe tells, and fits its plan
+    assert any("eval-x" in note for note in results.notes)
+
+
+def test_of_two_calibrations_of_one_recipe_the_one_beside_the_evaluation_is_meant(tmp_path: Path) -> None:
+    for folder, perplexity in (("a", 30.0), ("b", 40.0)):
+        write_pair(tmp_path / folder, "x", perplexity=perplexity)
+    frame = read(tmp_path).frame
+    assert row(frame, "a/eval-x")["origin"].startswith("a/calibrate-x")
+    assert row(frame, "b/eval-x")["origin"].startswith("b/calibrate-x")
+
+
+def test_retention_without_a_dense_part_comes_from_the_dense_run_of_the_same_protocol(tmp_path: Path) -> None:
+    write_evaluation(tmp_path, "dense", accuracy=0.5)
+    write_evaluation(tmp_path, "dense-400", accuracy=0.6, limit=400)
+    write_pair(tmp_path, "x", perplexity=30.0, accuracy=0.45, dense=None)
+    write_pair(tmp_path, "y", perplexity=30.0, accuracy=0.45, dense=None, limit=400, seed=1)
+    frame = read(tmp_path).frame
+    assert row(frame, "eval-x")["retention [all]"] == pytest.approx(0.9)
+    assert row(frame, "eval-y")["retention [400]"] == pytest.approx(0.75)
+    assert pd.isna(row(frame, "eval-y")["retention [all]"])
+
+
+def test_a_lora_run_is_a_stage_of_its_own(tmp_path: Path) -> None:
+    write_calibration(tmp_path, "x")
+    write_calibration(tmp_path, "x", command="lora")
+    write_evaluation(tmp_path, "lora-x", of="x", command="lora", perplexity=25.0)
+    found = [point for point in points(read(tmp_path).frame) if point.stage == "lora"]
+    assert [point.series for point in found] == ["wide + lora"]
+    assert found[0].figures["perplexity wikitext2"].value == 25.0
+
+
+def test_a_profile_joins_its_checkpoint_and_a_bare_shape_joins_nothing(tmp_path: Path) -> None:
+    write_pair(tmp_path, "x", perplexity=30.0)
+    write_profile(tmp_path, "x", of="x", points=[speed_point("ttft", 1.5), speed_point("ttft", 1.9, masks="random")])
+    write_profile(tmp_path, "shape", of=None, points=[speed_point("tpot", 3.0)])
+    made = points(read(tmp_path).frame)
+    assert [point.mode for point in made] == ["dense", "wide"]
+    figures = {name: figure for point in made for name, figure in point.figures.items()}
+    speeds = {name: figure for name, figure in figures.items() if name.startswith(("ttft", "tpot"))}
+    assert {name: (figure.value, figure.runs) for name, figure in speeds.items()} == {
+        "ttft b1 p1024": (1.5, ("profile-x",))
+    }
+
+
+def test_models_of_one_name_with_other_weights_are_told_apart(tmp_path: Path) -> None:
+    write_pair(tmp_path, "x", perplexity=30.0)
+    for path in (tmp_path / "calibrate-x", tmp_path / "eval-x"):
+        copy = tmp_path / f"{path.name}-other"
+        copy.mkdir()
+        (copy / "recipe.yaml").write_text((path / "recipe.yaml").read_text())
+        summary = json.loads((path / "summary.json").read_text())
+        summary["backbone"]["weights_hash"] = "0123456789abcdef"
+        (copy / "summary.json").write_text(json.dumps(summary))
+    models = set(read(tmp_path).frame["model"])
+    assert models == {"tiny (tiny-wei)", "tiny (01234567)"}
+
+
+def test_an_unusual_window_is_part_of_a_perplexitys_name() -> None:
+    assert perplexity_name("wikitext2/token_ppl", {"perplexity_window": 2048}) == "wikitext2"
+    assert perplexity_name("wikitext2@60/token_ppl", {"perplexity_window": 2048}) == "wikitext2@60"
+    assert perplexity_name("t/token_ppl", {"perplexity_window": 512, "perplexity_windows": 8}) == "t@8 (window 512)"
+
+
+def test_odd_values_in_a_summary_become_empty_cells(tmp_path: Path) -> None:
+    write_pair(tmp_path, "x", perplexity=30.0)
+    path = tmp_path / "eval-x" / "summary.json"
+    summary = json.loads(path.read_text())
+    summary["skip_rate"]["ffn"] = "many"
+    summary["perplexity"]["wikitext2/token_ppl"] = None
+    summary["tasks"]["piqa"] = None
+    path.write_text(json.dumps(summary))
+    found: Point = points(read(tmp_path).frame)[-1]
+    assert "perplexity wikitext2" not in found.figures and "task piqa [all]" not in found.figures
+    assert found.figures["average [all]"].value == 0.4
+
+
+def test_evaluations_under_other_versions_are_noted(tmp_path: Path) -> None:
+    write_pair(tmp_path, "x", perplexity=30.0)
+    write_pair(tmp_path, "y", perplexity=30.0, seed=1)
+    path = tmp_path / "eval-y" / "summary.json"
+    summary = json.loads(path.read_text())
+    summary["protocol"]["transformers"] = "6"
+    path.write_text(json.dumps(summary))
+    (note,) = read(tmp_path).notes
+    assert "transformers" in note and "eval-x" in note and "eval-y" in note

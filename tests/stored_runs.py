@@ -1,0 +1,204 @@
+"""Writes run directories in the documented form, so that report tests read runs that they made themselves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from widecli.evaluate.protocol import PAPER_TASKS
+from widecli.recipe.load import dump, recipe_hash, resolve
+from widecli.track.summary import completed
+
+PLAN = {
+    "attention_group_size": 3,
+    "ffn_group_size": 64,
+    "rank": 32,
+    "mode": "wide",
+    "parts": "all",
+    "tap": "residual",
+    "overrides": {},
+}
+
+
+def write_run(folder: Path, command: str, name: str, recipe: str, values: dict[str, Any]) -> Path:
+    """One finished run below `folder`."""
+    path = folder / f"{command}-{name}"
+    path.mkdir(parents=True)
+    summary = completed(command, {**values, "run_dir": f"runs/{command}-{name}"})
+    (path / "summary.json").write_text(json.dumps(summary))
+    (path / "recipe.yaml").write_text(recipe)
+    environment = {"date": "2026-01-02T03:04:05+00:00", "command_line": ["wide", command], "cpu": "a CPU", "gpus": []}
+    (path / "environment.json").write_text(json.dumps(environment))
+    return path
+
+
+def backbone(model: str) -> dict[str, Any]:
+    return {"id": model, "revision": None, "config_hash": "c" * 16, "weights_hash": f"{model}-weights"}
+
+
+def settings(sparsity: float, group_size: int, mode: str, seed: int, changes: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The parts of a summary and the recipe that one configuration has."""
+    keys = [f"routing.ffn_group_size={group_size}", f"routing.mode={mode}", f"budget.sparsity={sparsity}"]
+    recipe = resolve(None, [*keys, f"train.seed={seed}", *changes]).recipe
+    return {
+        "recipe": dump(recipe),
+        "hash": recipe_hash(recipe),
+        "plan": {**PLAN, "ffn_group_size": group_size, "mode": mode},
+        "steps": recipe.train.steps,
+    }
+
+
+def skipped(sparsity: float) -> dict[str, Any]:
+    return {
+        "skip_rate": {"attention": sparsity + 0.1, "ffn": sparsity - 0.1, "mean": sparsity},
+        "flops_skipped": {"prunable": 0.9 * sparsity, "total": 0.7 * sparsity, "context_tokens": 2048},
+    }
+
+
+def write_calibration(
+    folder: Path,
+    name: str,
+    *,
+    sparsity: float = 0.5,
+    group_size: int = 64,
+    mode: str = "wide",
+    seed: int = 0,
+    model: str = "tiny",
+    command: str = "calibrate",
+    changes: tuple[str, ...] = (),
+) -> Path:
+    made = settings(sparsity, group_size, mode, seed, changes)
+    return write_run(
+        folder,
+        command,
+        name,
+        made["recipe"],
+        {
+            "model": model,
+            "backbone": backbone(model),
+            "plan": made["plan"],
+            **skipped(sparsity),
+            "steps": made["steps"],
+            "tokens_per_second": 1000.0,
+            "checkpoint": f"runs/{command}-{name}/checkpoints/step-000300",
+            "recipe_hash": made["hash"],
+            "validation": None,
+        },
+    )
+
+
+def protocol(limit: int | None, tasks: bool) -> dict[str, Any]:
+    return {
+        "tasks": list(PAPER_TASKS) if tasks else [],
+        "limit": limit,
+        "max_length": 2048,
+        "perplexity": ["wikitext2"],
+        "perplexity_windows": None,
+        "perplexity_window": 2048,
+        "data": "hub",
+        "lm_eval": "0.4.13",
+        "transformers": "5",
+        "scoring": 1,
+    }
+
+
+def measured(perplexity: float, accuracy: float | None) -> dict[str, Any]:
+    tasks = {} if accuracy is None else {task: {"acc,none": accuracy, "n": 400.0} for task in PAPER_TASKS}
+    return {
+        "perplexity": {"wikitext2/token_ppl": perplexity},
+        "tasks": tasks,
+        "average": accuracy,
+        "average_of": list(tasks),
+        "partial_average": accuracy,
+    }
+
+
+def write_evaluation(
+    folder: Path,
+    name: str,
+    *,
+    of: str | None = None,
+    perplexity: float = 30.0,
+    accuracy: float | None = 0.4,
+    dense: tuple[float, float] | None = (20.0, 0.5),
+    limit: int | None = None,
+    sparsity: float = 0.5,
+    group_size: int = 64,
+    mode: str = "wide",
+    seed: int = 0,
+    model: str = "tiny",
+    command: str = "calibrate",
+    changes: tuple[str, ...] = (),
+) -> Path:
+    """An evaluation of the checkpoint of `<command>-<of>`, or of the dense model when `of` is None."""
+    made = settings(sparsity, group_size, mode, seed, changes)
+    routed = of is not None
+    beside = None
+    if routed and dense is not None:
+        beside = measured(dense[0], dense[1] if accuracy is not None else None)
+    retention = accuracy / dense[1] if dense and accuracy is not None and routed else (None if routed else 1.0)
+    rates = skipped(sparsity)
+    return write_run(
+        folder,
+        "eval",
+        name,
+        made["recipe"],
+        {
+            "model": model,
+            "backbone": backbone(model),
+            "plan": made["plan"] if routed else None,
+            **(rates if routed else {"skip_rate": None, "flops_skipped": None}),
+            "steps": made["steps"] if routed else None,
+            "tokens_per_second": None,
+            "checkpoint": f"runs/{command}-{of}/checkpoints/step-000300" if routed else None,
+            "recipe_hash": made["hash"] if routed else None,
+            **measured(perplexity, accuracy),
+            "retention": retention,
+            "dense": beside,
+            "skip_by_text": {"wikitext2": skipped(sparsity + 0.02), "tasks": rates} if routed else None,
+            "protocol": protocol(limit, accuracy is not None),
+        },
+    )
+
+
+def write_pair(folder: Path, name: str, *, perplexity: float, accuracy: float | None = 0.4, **options: Any) -> None:
+    """A calibration and its evaluation."""
+    shared = {k: options[k] for k in ("sparsity", "group_size", "mode", "seed", "model", "changes") if k in options}
+    write_calibration(folder, name, **shared)
+    write_evaluation(folder, name, of=name, perplexity=perplexity, accuracy=accuracy, **options)
+
+
+def write_profile(
+    folder: Path, name: str, *, of: str | None, points: list[dict[str, Any]], model: str = "tiny"
+) -> Path:
+    """A profile run as `wide profile` documents it."""
+    values = {
+        "model": model,
+        "backbone": backbone(model) if of else None,
+        "plan": None,
+        "checkpoint": f"runs/calibrate-{of}/checkpoints/step-000300" if of else None,
+        "points": points,
+    }
+    return write_run(folder, "profile", name, dump(resolve(None).recipe), values)
+
+
+def speed_point(
+    phase: str, speedup: float, *, batch: int = 1, prompt: int = 1024, masks: str = "real"
+) -> dict[str, Any]:
+    def times(p50: float) -> dict[str, Any]:
+        return {"p50_ms": p50, "p90_ms": 1.1 * p50, "p99_ms": 1.2 * p50, "min_ms": 0.9 * p50, "n": 50}
+
+    return {
+        "phase": phase,
+        "batch": batch,
+        "prompt": prompt,
+        "gen": 128,
+        "sparsity": 0.5,
+        "group_size": 64,
+        "masks": masks,
+        "dense": times(10.0 * speedup),
+        "routed": times(10.0),
+        "speedup": speedup,
+        "run": None,
+    }
