@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from widecli.errors import UsageError
 from widecli.model.plan import ModelShape
@@ -21,9 +20,7 @@ class KVCache:
     causal, which the fastest library calls want, and the slots of the padding are overwritten by what is generated.
     """
 
-    def __init__(
-        self, shape: ModelShape, batch: int, capacity: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, shape: ModelShape, batch: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
         self.batch = batch
         self.capacity = capacity
         size = (batch, capacity, shape.num_key_value_heads, shape.head_dim)
@@ -31,10 +28,8 @@ class KVCache:
         self.k = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.num_hidden_layers)]
         self.v = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.num_hidden_layers)]
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-
-    def layer(self, index: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Slots `begin` to `end` of one layer, as views."""
-        return self.k[index][:, begin:end], self.v[index][:, begin:end]
+        self.first_slots = capacity * torch.arange(batch, device=device)  # in the flat view [B * capacity, H_k, d]
+        self.everything = torch.ones(batch, 1, dtype=torch.bool, device=device)  # the mask of a dense step
 
 
 def cache_bytes(shape: ModelShape, batch: int, capacity: int, dtype: torch.dtype) -> int:

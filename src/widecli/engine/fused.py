@@ -17,23 +17,14 @@ def activate_gate(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def rotate_and_store(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_slots: Tensor, v_slots: Tensor, slots: Tensor
 ) -> Tensor:
-    """Rotate q and k, put k and v into the cache's slots; returns the rotated q.
+    """Rotate q and k, put k and v into the cache; returns the rotated q.
 
-    q [B, T, H_q, d], k and v and both cache slices [B, T, H_k, d], cos and sin [T, d] for the T positions.
+    q [rows, H_q, d], k and v [rows, H_k, d], cos and sin [rows, d]; row r goes to `slots[r]` (int64) of the caches
+    [all slots, H_k, d].
     """
-    return _run(_rotate_and_store, q, k, v, cos, sin, k_cache, v_cache)
-
-
-def rotate_and_scatter(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
-) -> Tensor:
-    """As `rotate_and_store` for one token a sequence, each at a slot of its own.
-
-    q [B, 1, H_q, d], k and v [B, 1, H_k, d], cos and sin [B, d], caches [B, T_k, H_k, d], slots int64 [B].
-    """
-    return _run(_rotate_and_scatter, q, k, v, cos, sin, k_cache, v_cache, slots)
+    return _run(_rotate_and_store, q, k, v, cos, sin, k_slots, v_slots, slots)
 
 
 def _activate_gate(gate_up: Tensor, activation: str) -> Tensor:
@@ -42,27 +33,17 @@ def _activate_gate(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [..., H, d]; cos and sin [..., 1, d]. The second half of d holds the partners of the first."""
+    """x [rows, H, d]; cos and sin [rows, 1, d]. The second half of d holds the partners of the first."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
 def _rotate_and_store(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_slots: Tensor, v_slots: Tensor, slots: Tensor
 ) -> Tensor:
     cos, sin = cos[:, None], sin[:, None]
-    k_cache.copy_(_rotate(k, cos, sin))
-    v_cache.copy_(v)
-    return _rotate(q, cos, sin)
-
-
-def _rotate_and_scatter(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
-) -> Tensor:
-    cos, sin = cos[:, None, None], sin[:, None, None]
-    sequence = torch.arange(q.shape[0], device=q.device)
-    k_cache[sequence, slots] = _rotate(k, cos, sin)[:, 0]
-    v_cache[sequence, slots] = v[:, 0]
+    k_slots.index_copy_(0, slots, _rotate(k, cos, sin))
+    v_slots.index_copy_(0, slots, v)
     return _rotate(q, cos, sin)
 
 
@@ -73,4 +54,4 @@ def _run(function: Callable[..., Tensor], first: Tensor, *rest: object) -> Tenso
 @cache
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     # dynamic: one kernel for all prompt lengths
-    return torch.compile(function, dynamic=True, fullgraph=True)
+    return torch.compile(function, dynamic=True)

@@ -93,10 +93,7 @@ def generate(
     stops = torch.tensor(sorted(stop), dtype=torch.int64, device=device)
     session.record_decode()
     session.reset_skipped()
-    ids = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt)] = torch.tensor(prompt)
-
+    ids = as_batch(prompts)
     started = time.perf_counter()
     token = sampler(session.prefill(ids, lengths))
     _wait(device)
@@ -125,6 +122,14 @@ def generate(
         decode_seconds=time.perf_counter() - prefilled,
         skipped=session.skipped(),
     )
+
+
+def as_batch(prompts: Sequence[Sequence[int]]) -> Tensor:
+    """Token ids int64 [B, longest], padded on the right."""
+    ids = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+    return ids
 
 
 class _Output:
@@ -161,7 +166,7 @@ class _Sent:
         if token.is_cuda:
             self._host = torch.empty(token.shape, dtype=token.dtype, pin_memory=True)
             self._host.copy_(token, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def read(self) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +18,10 @@ class Recorded:
     Recording itself runs nothing.
     """
 
-    def __init__(self, run: Callable[[], Tensor], state: Sequence[Tensor], pool: tuple[int, int]) -> None:
+    def __init__(self, run: Callable[[], Tensor], state: Sequence[Tensor], pool: Any) -> None:
         device = state[0].device
         kept = [tensor.clone() for tensor in state]
-        side = torch.cuda.Stream(device)
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):

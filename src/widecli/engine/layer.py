@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -53,18 +54,19 @@ class Layer:
         with within("qkv"):
             if route is None:
                 parts = _project(normalised, self.weights.qkv)
-                q, k, v = parts.split([heads * size, kv_heads * size, kv_heads * size], -1)
+                q, k, v = torch.split(parts, [heads * size, kv_heads * size, kv_heads * size], -1)
             else:
                 q = wk.gemm_mn(normalised, self._q.weight, bias=self._q.bias, **route.arguments)
                 k, v = _project(normalised, self._kv).chunk(2, -1)
         with within("rope_cache"):
-            q, k, v = (part.view(step.batch, step.tokens, -1, size) for part in (q, k, v))
+            q, k, v = (part.view(len(x), -1, size) for part in (q, k, v))
             if self.weights.query_norm is not None:
                 q = normalise(q, self.weights.query_norm)
             if self.weights.key_norm is not None:
                 k = normalise(k, self.weights.key_norm)
             q = step.place(self.index, q, k, v, self.weights.rotates)
         with within("attention"):
+            q = q.view(step.batch, step.tokens, heads, size)
             o = step.attend(self.index, q, self.scale, route).reshape(len(x), heads * size)
         with within("o"):
             return _add(x, o, self.weights.o, route), route

@@ -137,7 +137,7 @@ def _routed_layers(
 
     for index, layer in enumerate(plan.layers(weights.shape)):
         made: dict[str, Decision] = {}
-        ours: Any = routers[str(index)] if str(index) in routers else {}
+        ours: Any = routers[str(index)] if str(index) in routers else {}  # noqa: SIM401 - a ModuleDict has no get
         for name in ("shared", "attention", "ffn"):  # the order in which a step takes them
             if name not in ours:
                 continue

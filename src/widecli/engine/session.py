@@ -49,11 +49,11 @@ class Session:
         self._counter = counter
         self._graphs = graphs
         self.cache = KVCache(shape, batch, capacity, weights.dtype, device)
-        self._cos, self._sin = rotary_tables(weights.rotary, capacity, shape.head_dim, weights.dtype, device)
+        self._tables = rotary_tables(weights.rotary, capacity, shape.head_dim, weights.dtype, device)
         self.token = torch.zeros(batch, dtype=torch.int64, device=device)
         self.active = torch.ones(batch, dtype=torch.bool, device=device)
-        self._everything = torch.ones(batch, 1, dtype=torch.bool, device=device)
-        self._sums = counter.new_sums(device) if counter is not None else ()
+        # executed groups and tokens
+        self._sums = counter.new_sums(device) if counter is not None else None
         self._filled = 0  # slots in use in the longest sequence, known to the host without asking the device
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
         self._decode: Recorded | None = None
@@ -131,7 +131,7 @@ class Session:
             assert self._pool is not None
             full = self.cache.lengths.clone()
             self.cache.lengths.clamp_(max=self.capacity - 1)  # warming up writes a slot
-            self._decode = Recorded(run, [self.cache.lengths, self.token, *self._sums], self._pool)
+            self._decode = Recorded(run, [self.cache.lengths, self.token, *(self._sums or ())], self._pool)
             self.cache.lengths.copy_(full)
 
     @torch.inference_mode()
@@ -146,16 +146,16 @@ class Session:
         ids = self._ids[key] = torch.zeros(self.batch, tokens, dtype=torch.int64, device=self._weights.device)
         assert self._pool is not None
         self._prefill[key] = Recorded(
-            lambda: self._prefill_once(ids, begin, ragged), [self.cache.lengths, *self._sums], self._pool
+            lambda: self._prefill_once(ids, begin, ragged), [self.cache.lengths, *(self._sums or ())], self._pool
         )
 
     def skipped(self) -> RoutingTrace | None:
         """What the tokens of this session skipped since it began or `reset_skipped`; None for a dense model."""
-        return None if self._counter is None else self._counter.trace(*self._sums)
+        return None if self._counter is None or self._sums is None else self._counter.trace(*self._sums)
 
     def reset_skipped(self) -> None:
         """Count from zero."""
-        for total in self._sums:
+        for total in self._sums or ():
             total.zero_()
 
     def _check_prompts(self, batch: int, tokens: int, lengths: Sequence[int]) -> None:
@@ -177,20 +177,18 @@ class Session:
         return self._prefill[key]()
 
     def _prefill_once(self, ids: Tensor, begin: int, ragged: bool) -> Tensor:
-        """Run a chunk; returns the residual [B, D] of each sequence's last token (of the chunk, where it ends later)."""
+        """Run a chunk; returns the residual [B, D] of each sequence's last token, the chunk's last where it goes on."""
         batch, tokens = ids.shape
         valid = None
         if ragged:
             position = torch.arange(begin, begin + tokens, device=ids.device)
             valid = (position < self.cache.lengths[:, None]).flatten()
-        where = slice(begin, begin + tokens)
-        step = PrefillStep(self.cache, tokens, begin, self._cos[where], self._sin[where], valid)
+        step = PrefillStep(self.cache, tokens, begin, self._tables, valid)
         x = self._run(ids, step).view(batch, tokens, -1)
         with within("statistics"):
-            if step.executed:
-                executed, seen = self._sums
-                executed.add_(torch.cat(step.executed))
-                seen.add_(batch * tokens if valid is None else valid.sum())
+            if self._sums is not None:
+                self._sums[0].add_(torch.cat(step.executed))
+                self._sums[1].add_(batch * tokens if valid is None else valid.sum())
         if not ragged:
             return x[:, -1]
         last = (self.cache.lengths - 1 - begin).clamp(0, tokens - 1)
@@ -198,14 +196,12 @@ class Session:
 
     def _decode_once(self, keys: int) -> Tensor:
         """Run one token a sequence; moves `lengths` on and leaves the most likely next token in `token`."""
-        cos, sin = self._cos[self.cache.lengths], self._sin[self.cache.lengths]
-        step = DecodeStep(self.cache, keys, cos, sin, self._everything)
+        step = DecodeStep(self.cache, keys, self._tables)
         logits = self._logits(self._run(self.token, step))
         with within("statistics"):
-            if step.executed:
-                executed, seen = self._sums
-                executed.add_((torch.cat(step.executed, 1) & self.active[:, None]).sum(0))
-                seen.add_(self.active.sum())
+            if self._sums is not None:
+                self._sums[0].add_((torch.cat(step.executed, 1) & self.active[:, None]).sum(0))
+                self._sums[1].add_(self.active.sum())
         self.cache.lengths.add_(1)
         self.token.copy_(logits.argmax(-1))
         return logits

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -32,8 +31,16 @@ class Pair:
         return logits
 
 
-def make_pair(family: str = "llama", *, routed: bool, seed: int = 0, plan: dict[str, Any] | None = None, **changes: Any) -> Pair:
-    model = tiny_model(family, seed, **changes)
+def make_pair(
+    family: str = "llama",
+    *,
+    routed: bool,
+    seed: int = 0,
+    plan: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> Pair:
+    model = tiny_model(family, seed, **changes).to(dtype)
     if not routed:
         return Pair(model, None)
     attached = RoutedModel.attach(model, tiny_plan(**(plan or {})), seed=seed)
@@ -48,9 +55,3 @@ def padded(prompts: Sequence[Tensor], filler: int = 7) -> tuple[Tensor, list[int
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = prompt
     return ids, lengths
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Any:
-    with torch.no_grad():
-        yield
