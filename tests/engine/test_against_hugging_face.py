@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_pairs import Pair, make_pair, padded
 from torch import Tensor
 
-from engine_pairs import Pair, make_pair, padded
 from tiny_models import FAMILIES, random_ids
 
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}

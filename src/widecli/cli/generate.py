@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from widecli.engine.sampling import Sampling
 
 SCHEMA = "wide.generation/1"
+_NEW_TOKENS = 128
 
 Checkpoint = Annotated[
     Path | None,
@@ -30,7 +31,12 @@ Checkpoint = Annotated[
 ]
 Prompt = Annotated[str | None, typer.Option("--prompt", help="Text to continue.")]
 PromptFile = Annotated[Path | None, typer.Option("--prompt-file", help="File with it; - = standard input.")]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", help="Tokens to generate at most.")]
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-new-tokens", help="Tokens to generate at most.", show_default="128, or what the model can hold"
+    ),
+]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the most likely token, always.")]
 TopP = Annotated[float, typer.Option("--top-p", help="Draw from the smallest set with this share of the mass.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of the draws.")]
@@ -42,7 +48,7 @@ def generate(
     checkpoint: Checkpoint = None,
     prompt: Prompt = None,
     prompt_file: PromptFile = None,
-    max_new_tokens: MaxNewTokens = 128,
+    max_new_tokens: MaxNewTokens = None,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
@@ -101,7 +107,7 @@ def _load(checkpoint: Path | None, model: str | None, *, dense: bool) -> tuple[I
 
 
 def _run(
-    model: InferenceModel, prompt: str, max_new_tokens: int, sampling: Sampling, *, chat: bool, stream: bool
+    model: InferenceModel, prompt: str, max_new_tokens: int | None, sampling: Sampling, *, chat: bool, stream: bool
 ) -> dict[str, Any]:
     """Generate, streaming the text to stdout or not; returns the document."""
     from widecli.engine import generate as engine
@@ -110,6 +116,8 @@ def _run(
     backbone = model.backbone
     assert backbone is not None
     ids = encode(backbone, prompt, chat=chat)
+    if max_new_tokens is None:
+        max_new_tokens = max(1, min(_NEW_TOKENS, model.max_tokens - len(ids)))
     session = engine.open_session(model, [ids], max_new_tokens)
     if backbone.device.type == "cuda":
         session.prefill(engine.as_batch([ids]))  # compiles and tunes what the timed pass then only runs
