@@ -33,9 +33,7 @@ Prompt = Annotated[str | None, typer.Option("--prompt", help="Text to continue."
 PromptFile = Annotated[Path | None, typer.Option("--prompt-file", help="File with it; - = standard input.")]
 MaxNewTokens = Annotated[
     int | None,
-    typer.Option(
-        "--max-new-tokens", help="Tokens to generate at most.", show_default="128, or what the model can hold"
-    ),
+    typer.Option("--max-new-tokens", help="Tokens to generate at most.", show_default="128, or what fits"),
 ]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the most likely token, always.")]
 TopP = Annotated[float, typer.Option("--top-p", help="Draw from the smallest set with this share of the mass.")]
@@ -119,8 +117,8 @@ def _run(
     if max_new_tokens is None:
         max_new_tokens = max(1, min(_NEW_TOKENS, model.max_tokens - len(ids)))
     session = engine.open_session(model, [ids], max_new_tokens)
-    if backbone.device.type == "cuda":
-        session.prefill(engine.as_batch([ids]))  # compiles and tunes what the timed pass then only runs
+    # imports, compiles and tunes what the timed pass then only runs; kernels depend on the prompt's length
+    session.prefill(engine.as_batch([ids if backbone.device.type == "cuda" else ids[:1]]))
 
     def write(text: str) -> None:
         sys.stdout.write(text)
