@@ -17,6 +17,7 @@ from widecli.errors import WideError
 COMMANDS: Mapping[str, str] = {
     "calibrate": "Train routers on a frozen model: every token learns which groups to run.",
     "eval": "Measure a checkpoint beside its dense model: perplexity, tasks, skip rates.",
+    "generate": "Continue a prompt with a checkpoint or a dense model, and say how fast that was.",
     "demo": "Calibrate and evaluate the embedded model on this machine, in minutes.",
     "report": "Tables, plots and one page from all runs: Pareto fronts, sweeps, seeds.",
     "inspect": "Show what a checkpoint's routers learned: layers, groups, words, tiles.",

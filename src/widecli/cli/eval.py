@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from widecli.cli import options
+from widecli.cli.checkpoints import newest_checkpoint
 from widecli.cli.console import emit_json, note, stdout_for_document
 from widecli.errors import UsageError
 
@@ -95,14 +96,11 @@ def _take_checkpoint(arguments: list[str], newest: bool) -> tuple[Path | None, l
         raise UsageError(f"{recipe} is neither a checkpoint, a run directory nor a recipe")
     if not newest:
         return None, arguments
-    for run in sorted(Path("runs").glob("*/"), key=lambda p: p.stat().st_mtime, reverse=True):
-        try:
-            found = checkpoint.resolve(run)
-        except UsageError:
-            continue
-        note(f"evaluating the newest checkpoint, {found}")
-        return found, arguments
-    raise UsageError("there is no checkpoint below runs/: name one, or a dense model with --model")
+    found = newest_checkpoint()
+    if found is None:
+        raise UsageError("there is no checkpoint below runs/: name one, or a dense model with --model")
+    note(f"evaluating the newest checkpoint, {found}")
+    return found, arguments
 
 
 def evaluation_name(job: Evaluation) -> str:

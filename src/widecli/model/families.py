@@ -16,15 +16,31 @@ from widecli.errors import UsageError
 
 @dataclass(frozen=True)
 class Family:
-    """Attribute paths, relative to the causal LM (first three) and to a decoder layer (the rest)."""
+    """Attribute paths, relative to the causal LM (the first block) and to a decoder layer (the rest).
+
+    Routing a Hugging Face model needs the two norms and outputs; the inference engine needs the other names too. The
+    query and key norms stand only in some families.
+    """
 
     decoder: str = "model"
     layers: str = "model.layers"
     lm_head: str = "lm_head"
+    embedding: str = "model.embed_tokens"
+    final_norm: str = "model.norm"
+    rotary: str = "model.rotary_emb"
+
+    attention: str = "self_attn"
     attention_norm: str = "input_layernorm"
     ffn_norm: str = "post_attention_layernorm"
     attention_output: str = "self_attn.o_proj"
     ffn_output: str = "mlp.down_proj"
+    query: str = "self_attn.q_proj"
+    key: str = "self_attn.k_proj"
+    value: str = "self_attn.v_proj"
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
 
 
 LLAMA_NAMES = Family()

@@ -88,7 +88,7 @@ class RoutedModel:
         plan.validate(self.shape)
         self.plan = plan
         self.layers: tuple[LayerPlan, ...] = plan.layers(self.shape)
-        self.routers = _build_routers(plan, self.shape, self.layers, seed)
+        self.routers = build_routers(plan, self.shape, seed)
         self._handles: list[RemovableHandle] = []
         self._traces: list[RoutingTrace] = []
         self._valid: Tensor | None = None
@@ -292,10 +292,11 @@ def _require_grad(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> N
         output.requires_grad_(True)
 
 
-def _build_routers(plan: RoutingPlan, shape: ModelShape, layers: tuple[LayerPlan, ...], seed: int) -> nn.ModuleDict:
+def build_routers(plan: RoutingPlan, shape: ModelShape, seed: int = 0) -> nn.ModuleDict:
+    """All routers of a plan with a random start, keyed `"<layer>"` and then by part (`shared` in layer mode)."""
     generator = torch.Generator().manual_seed(seed)
     routers = nn.ModuleDict()
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(plan.layers(shape)):
         parts: dict[str, int] = {"shared": 1} if layer.shared else {p: n for p in PARTS if (n := layer.groups(p))}
         if not parts:
             continue

@@ -53,6 +53,13 @@ class RoutingTrace:
                 kept = mask.detach().bool()
                 self.masks.setdefault(key, []).append(kept[valid] if valid is not None else kept.flatten(0, 1))
 
+    def add_counts(self, executed: dict[tuple[int, PartName], Tensor], tokens: int) -> None:
+        """Take what was counted elsewhere: how often each group ran [N], by layer and part, over `tokens` tokens."""
+        self._tokens = self._tokens + tokens
+        for key, count in executed.items():
+            previous = self._executed.get(key)
+            self._executed[key] = count.double() if previous is None else previous.double() + count
+
     @property
     def tokens(self) -> int:
         """Tokens seen, padding excluded."""

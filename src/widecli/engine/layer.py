@@ -1,0 +1,113 @@
+"""One decoder layer on the residual stream: attention, then the gated MLP, each dense or routed."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import wide_kernels as wk
+from widecli.engine.fused import activate_gate
+from widecli.engine.ranges import within
+from widecli.engine.routing import Decision, Route, normalise
+from widecli.engine.steps import Step
+from widecli.engine.weights import LayerWeights, Linear, ModelWeights, Norm
+
+
+class Layer:
+    """Runs one layer. `attention` and `ffn` are its decisions, None = that part is dense.
+
+    `shared`: the attention's decision serves the FFN too (layer mode).
+    """
+
+    def __init__(
+        self,
+        index: int,
+        model: ModelWeights,
+        attention: Decision | None = None,
+        ffn: Decision | None = None,
+        shared: bool = False,
+    ) -> None:
+        self.index = index
+        self.weights: LayerWeights = model.layers[index]
+        self.activation = model.activation
+        self.scale = model.scale
+        self.attention = attention
+        self.ffn = ffn
+        self.shared = shared
+        shape = model.shape
+        self._heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
+        width = shape.num_attention_heads * shape.head_dim
+        self._q = self.weights.qkv.rows(0, width)
+        self._kv = self.weights.qkv.rows(width, self.weights.qkv.weight.shape[0])
+        self._gate = self.weights.gate_up.rows(0, shape.intermediate_size)
+        self._up = self.weights.gate_up.rows(shape.intermediate_size, 2 * shape.intermediate_size)
+
+    def run(self, x: Tensor, step: Step) -> Tensor:
+        """x [rows, D] -> [rows, D]; x may be overwritten."""
+        x, route = self._attend(x, step)
+        return self._feed_forward(x, step, route)
+
+    def _attend(self, x: Tensor, step: Step) -> tuple[Tensor, Route | None]:
+        heads, kv_heads, size = self._heads
+        normalised, route = self._decide(x, step, self.attention, self.weights.attention_norm)
+        with within("qkv"):
+            if route is None:
+                parts = _project(normalised, self.weights.qkv)
+                q, k, v = torch.split(parts, [heads * size, kv_heads * size, kv_heads * size], -1)
+            else:
+                q = wk.gemm_mn(normalised, self._q.weight, bias=self._q.bias, **route.arguments)
+                k, v = _project(normalised, self._kv).chunk(2, -1)
+        with within("rope_cache"):
+            q, k, v = (part.view(len(x), -1, size) for part in (q, k, v))
+            if self.weights.query_norm is not None:
+                q = normalise(q, self.weights.query_norm)
+            if self.weights.key_norm is not None:
+                k = normalise(k, self.weights.key_norm)
+            q = step.place(self.index, q, k, v, self.weights.rotates)
+        with within("attention"):
+            q = q.view(step.batch, step.tokens, heads, size)
+            o = step.attend(self.index, q, self.scale, route).reshape(len(x), heads * size)
+        with within("o"):
+            return _add(x, o, self.weights.o, route), route
+
+    def _feed_forward(self, x: Tensor, step: Step, attention_route: Route | None) -> Tensor:
+        if self.shared:
+            with within("norm_route"):
+                normalised, route = normalise(x, self.weights.ffn_norm), attention_route
+        else:
+            normalised, route = self._decide(x, step, self.ffn, self.weights.ffn_norm)
+        with within("gate_up"):
+            if route is None:
+                hidden = activate_gate(_project(normalised, self.weights.gate_up), self.activation)
+            elif self._gate.bias is None:
+                weights = (self._gate.weight, self._up.weight)
+                hidden = wk.gated_mlp_up(normalised, *weights, activation=self.activation, **route.arguments)
+            else:
+                gate, up = self._gate, self._up
+                hidden = wk.gemm_mn(
+                    normalised, gate.weight, bias=gate.bias, activation=self.activation, **route.arguments
+                )
+                hidden = hidden * wk.gemm_mn(normalised, up.weight, bias=up.bias, **route.arguments)
+        with within("down"):
+            return _add(x, hidden, self.weights.down, route)
+
+    def _decide(self, x: Tensor, step: Step, decision: Decision | None, norm: Norm) -> tuple[Tensor, Route | None]:
+        with within("norm_route"):
+            if decision is None:
+                return normalise(x, norm), None
+            normalised, mask = decision.take(x)
+            return normalised, step.route(mask)
+
+
+def _project(x: Tensor, linear: Linear) -> Tensor:
+    return F.linear(x, linear.weight, linear.bias)
+
+
+def _add(x: Tensor, h: Tensor, linear: Linear, route: Route | None) -> Tensor:
+    """x + linear(h), over the executed groups of h; overwrites x where the library can add in place."""
+    if linear.bias is not None:
+        x = x.add_(linear.bias)
+    if route is None:
+        return x.addmm_(h, linear.weight.t())
+    return wk.gemm_k(h, linear.weight, residual=x, **route.arguments)

@@ -1,0 +1,152 @@
+"""`InferenceModel`: a dense model or a calibrated checkpoint, ready to be served fast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from widecli.engine.cache import check_memory
+from widecli.engine.layer import Layer
+from widecli.engine.routing import Decision, Masks
+from widecli.engine.session import Session
+from widecli.engine.statistics import SkipCounter
+from widecli.engine.weights import ModelWeights, take_weights
+from widecli.errors import UsageError
+from widecli.model import checkpoint
+from widecli.model.backbone import Backbone, load_backbone
+from widecli.model.plan import ModelShape, PartName, RoutingPlan
+from widecli.model.routed import build_routers
+from widecli.model.router import Router
+
+
+@dataclass(frozen=True)
+class InferenceModel:
+    """Weights and decisions; `session` opens a batch on it, `engine.generate.generate` runs prompts.
+
+    `backbone` carries tokenizer and identity where the model came from `from_checkpoint` or a `Backbone`.
+    """
+
+    weights: ModelWeights
+    layers: tuple[Layer, ...]
+    plan: RoutingPlan | None
+    counter: SkipCounter | None
+    backbone: Backbone | None = None
+
+    @classmethod
+    def from_checkpoint(
+        cls, path: str | Path, *, dense: bool = False, dtype: str | None = None, device: torch.device | None = None
+    ) -> InferenceModel:
+        """The model of a checkpoint or run directory with its routers, or (`dense`) its backbone alone.
+
+        Raises UsageError when the checkpoint is incomplete, belongs to another backbone or cannot run here.
+        """
+        from widecli.recipe.load import load_text
+
+        directory = checkpoint.resolve(path)
+        config = checkpoint.read_config(directory)
+        stored = directory / "recipe.yaml"
+        if not stored.is_file():
+            raise UsageError(f"{directory} lacks its recipe.yaml; take another checkpoint of the run")
+        section = load_text(stored.read_text(), str(stored)).model
+        if dtype is not None:
+            section = section.model_copy(update={"dtype": dtype})
+        backbone = load_backbone(section, device)
+        if difference := config.backbone.mismatch(backbone.identity):
+            raise UsageError(
+                f"{directory} was trained on {config.backbone.id}, and {section.name} is another model: {difference}"
+            )
+        if dense:
+            return cls.from_dense(backbone)
+        routers = build_routers(config.plan, backbone.shape)
+        checkpoint.load_routers(directory, routers)
+        return cls.from_routed(backbone, config.plan, routers)
+
+    @classmethod
+    def from_dense(cls, model: Backbone | nn.Module) -> InferenceModel:
+        """A dense model: a loaded `Backbone` or a Hugging Face causal LM, which shares its weights with the result."""
+        weights = take_weights(model.model if isinstance(model, Backbone) else model)
+        layers = tuple(Layer(i, weights) for i in range(weights.shape.num_hidden_layers))
+        return cls(weights, layers, None, None, model if isinstance(model, Backbone) else None)
+
+    @classmethod
+    def from_routed(
+        cls, model: Backbone | nn.Module, plan: RoutingPlan, routers: nn.ModuleDict, masks: Masks | None = None
+    ) -> InferenceModel:
+        """A model with routers laid out as `RoutedModel.routers`; `masks` decide in their place, but they still run."""
+        weights = take_weights(model.model if isinstance(model, Backbone) else model)
+        plan.validate(weights.shape)
+        routers = routers.to(weights.device)
+        layers, decisions = _routed_layers(weights, plan, routers, masks)
+        counter = SkipCounter(plan, weights.shape, decisions) if decisions else None
+        return cls(weights, layers, plan, counter, model if isinstance(model, Backbone) else None)
+
+    @property
+    def shape(self) -> ModelShape:
+        """Its sizes."""
+        return self.weights.shape
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence, prompt and generated together, that this model may be asked for."""
+        window = self.weights.window
+        return self.weights.max_tokens if window is None else min(window, self.weights.max_tokens)
+
+    def session(self, batch: int, capacity: int, *, graphs: bool | None = None) -> Session:
+        """Buffers for `batch` sequences of at most `capacity` tokens; CUDA graphs by default where there is a GPU.
+
+        Raises UsageError for more than the model or the memory can hold, naming the largest that fits.
+        """
+        if batch < 1 or capacity < 1:
+            raise UsageError(f"a session needs at least one sequence of one token, got {batch} of {capacity}")
+        self.check_length(capacity)
+        device = self.weights.device
+        check_memory(self.shape, batch, capacity, self.weights.dtype, device)
+        on_gpu = device.type == "cuda"
+        if graphs and not on_gpu:
+            raise UsageError(f"CUDA graphs need a GPU, the model is on {device}")
+        return Session(self.weights, self.layers, self.counter, batch, capacity, on_gpu if graphs is None else graphs)
+
+    def check_length(self, tokens: int) -> None:
+        """Raise UsageError when the model cannot hold a sequence of so many tokens, naming what it can."""
+        if tokens <= self.max_tokens:
+            return
+        window = self.weights.window
+        if window is not None and window < self.weights.max_tokens:
+            raise UsageError(
+                f"sequences of {tokens} tokens reach beyond this model's sliding window of {window}, which the engine "
+                f"does not have; it serves at most {window} tokens, prompt and generated together"
+            )
+        raise UsageError(
+            f"sequences of {tokens} tokens are longer than the {self.max_tokens} this model is made for; ask for at "
+            f"most {self.max_tokens}, prompt and generated together"
+        )
+
+
+def _routed_layers(
+    weights: ModelWeights, plan: RoutingPlan, routers: nn.ModuleDict, masks: Masks | None
+) -> tuple[tuple[Layer, ...], dict[tuple[int, PartName], tuple[int, int]]]:
+    """Every layer with its decisions, and where each decision's groups stand in the sums of a step."""
+    layers: list[Layer] = []
+    decisions: dict[tuple[int, PartName], tuple[int, int]] = {}
+    taken = 0  # decisions so far
+    groups = 0  # their groups
+
+    for index, layer in enumerate(plan.layers(weights.shape)):
+        made: dict[str, Decision] = {}
+        ours: Any = routers[str(index)] if str(index) in routers else {}  # noqa: SIM401 - a ModuleDict has no get
+        for name in ("shared", "attention", "ffn"):  # the order in which a step takes them
+            if name not in ours:
+                continue
+            norm = weights.layers[index].ffn_norm if name == "ffn" else weights.layers[index].attention_norm
+            made[name] = Decision(taken, cast(Router, ours[name]), norm, masks)
+            parts: tuple[PartName, ...] = ("attention", "ffn") if name == "shared" else (cast(PartName, name),)
+            decisions |= {(index, part): (groups, made[name].groups) for part in parts}
+            taken += 1
+            groups += made[name].groups
+        attention = made.get("shared", made.get("attention"))
+        layers.append(Layer(index, weights, attention, made.get("ffn"), shared=layer.shared))
+    return tuple(layers), decisions

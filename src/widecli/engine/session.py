@@ -1,0 +1,220 @@
+"""A batch being served: its cache, its position, and the two passes that move it on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from widecli.engine.cache import KVCache
+from widecli.engine.graphs import Recorded
+from widecli.engine.layer import Layer
+from widecli.engine.ranges import within
+from widecli.engine.rotary import rotary_tables
+from widecli.engine.routing import normalise
+from widecli.engine.statistics import SkipCounter
+from widecli.engine.steps import DecodeStep, PrefillStep, Step
+from widecli.engine.weights import ModelWeights
+from widecli.errors import UsageError
+
+if TYPE_CHECKING:
+    from widecli.model.trace import RoutingTrace
+
+PREFILL_CHUNK_TOKENS = 16384  # of all sequences together: bounds the memory of activations
+
+
+class Session:
+    """Static buffers for `batch` sequences of at most `capacity` tokens; made by `InferenceModel.session`.
+
+    `prefill` reads the prompts, then each `decode` takes one token a sequence. `lengths`, `token` and `active` [B] lie
+    on the device; a sequence that is not active keeps running with its batch but is not counted. With `graphs`, decode
+    steps are recorded once and replayed, and so are the prefill chunks of shapes named to `record_prefill`.
+    """
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        layers: Sequence[Layer],
+        counter: SkipCounter | None,
+        batch: int,
+        capacity: int,
+        graphs: bool,
+    ) -> None:
+        device, shape = weights.device, weights.shape
+        self._weights = weights
+        self._layers = layers
+        self._counter = counter
+        self._graphs = graphs
+        self.cache = KVCache(shape, batch, capacity, weights.dtype, device)
+        self._tables = rotary_tables(weights.rotary, capacity, shape.head_dim, weights.dtype, device)
+        self.token = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.active = torch.ones(batch, dtype=torch.bool, device=device)
+        # executed groups and tokens
+        self._sums = counter.new_sums(device) if counter is not None else None
+        self._filled = 0  # slots in use in the longest sequence, known to the host without asking the device
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None
+        self._decode: Recorded | None = None
+        self._prefill: dict[tuple[int, int, bool], Recorded] = {}
+        self._ids: dict[tuple[int, int, bool], Tensor] = {}
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return self.cache.batch
+
+    @property
+    def capacity(self) -> int:
+        """Tokens a sequence may have, prompt and generated together."""
+        return self.cache.capacity
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each sequence in the cache, int64 [B] on the device."""
+        return self.cache.lengths
+
+    @torch.inference_mode()
+    def prefill(self, ids: Tensor, lengths: Sequence[int] | None = None, chunk: int | None = None) -> Tensor:
+        """Start over with these prompts: ids [B, T] padded on the right to `lengths` -> logits [B, V] of what follows.
+
+        Long prompts go through in chunks of `chunk` tokens a sequence. Raises UsageError for a prompt that the cache
+        cannot hold.
+        """
+        batch, tokens = ids.shape
+        lengths = [tokens] * batch if lengths is None else list(lengths)
+        self._check_prompts(batch, tokens, lengths)
+        ragged = min(lengths) < tokens
+        self.cache.lengths.copy_(torch.tensor(lengths))
+        self.active.fill_(True)
+        self._filled = max(lengths)
+        step = chunk or max(1, PREFILL_CHUNK_TOKENS // batch)
+        ids = ids.to(self._weights.device)
+        last: Tensor | None = None
+        for begin in range(0, max(lengths), step):
+            piece = ids[:, begin : min(begin + step, max(lengths))]
+            found = self._prefill_chunk(piece, begin, ragged)
+            if ragged and last is not None:
+                ends_here = (self.cache.lengths > begin)[:, None]  # an earlier chunk had the end of the others
+                found = torch.where(ends_here, found, last)
+            last = found.clone() if ragged else found  # a replay overwrites its output
+        assert last is not None
+        logits = self._logits(last)
+        self.token.copy_(logits.argmax(-1))
+        return logits
+
+    @torch.inference_mode()
+    def decode(self, token: Tensor | None = None) -> Tensor:
+        """Take one more token of every sequence, int64 [B] (default: the most likely one) -> logits [B, V].
+
+        The result is overwritten by the next call. Raises UsageError when the cache is full.
+        """
+        if self._filled >= self.capacity:
+            raise UsageError(f"the cache is full: {self.capacity} tokens a sequence; open a session with more")
+        if token is not None:
+            self.token.copy_(token)
+        if self._graphs:
+            self.record_decode()
+            assert self._decode is not None
+            logits = self._decode()
+        else:
+            logits = self._decode_once(keys=self._filled + 1)
+        self._filled += 1
+        return logits
+
+    @torch.inference_mode()
+    def record_decode(self) -> None:
+        """Record the decode step now rather than at the first `decode`."""
+        if self._graphs and self._decode is None:
+            run = lambda: self._decode_once(keys=self.capacity)  # noqa: E731
+            assert self._pool is not None
+            full = self.cache.lengths.clone()
+            self.cache.lengths.clamp_(max=self.capacity - 1)  # warming up writes a slot
+            self._decode = Recorded(run, [self.cache.lengths, self.token, *(self._sums or ())], self._pool)
+            self.cache.lengths.copy_(full)
+
+    @torch.inference_mode()
+    def record_prefill(self, tokens: int, begin: int = 0, ragged: bool = False) -> None:
+        """Record a chunk of `tokens` tokens from slot `begin` on, for prompts of that shape that come again and again.
+
+        Only with graphs; it overwrites these slots.
+        """
+        key = (tokens, begin, ragged)
+        if not self._graphs or key in self._prefill:
+            return
+        ids = self._ids[key] = torch.zeros(self.batch, tokens, dtype=torch.int64, device=self._weights.device)
+        assert self._pool is not None
+        self._prefill[key] = Recorded(
+            lambda: self._prefill_once(ids, begin, ragged), [self.cache.lengths, *(self._sums or ())], self._pool
+        )
+
+    def skipped(self) -> RoutingTrace | None:
+        """What the tokens of this session skipped since it began or `reset_skipped`; None for a dense model."""
+        return None if self._counter is None or self._sums is None else self._counter.trace(*self._sums)
+
+    def reset_skipped(self) -> None:
+        """Count from zero."""
+        for total in self._sums or ():
+            total.zero_()
+
+    def _check_prompts(self, batch: int, tokens: int, lengths: Sequence[int]) -> None:
+        if batch != self.batch or len(lengths) != batch:
+            raise UsageError(f"this session serves {self.batch} sequences, got {batch} prompts, {len(lengths)} lengths")
+        if not 1 <= min(lengths) <= max(lengths) <= tokens:
+            raise UsageError(f"prompts must have 1 to {tokens} tokens, got {min(lengths)} to {max(lengths)}")
+        if max(lengths) > self.capacity:
+            raise UsageError(
+                f"a prompt has {max(lengths)} tokens and the cache holds {self.capacity}; shorten it or open a session "
+                "with more"
+            )
+
+    def _prefill_chunk(self, ids: Tensor, begin: int, ragged: bool) -> Tensor:
+        key = (ids.shape[1], begin, ragged)
+        if key not in self._prefill:
+            return self._prefill_once(ids, begin, ragged)
+        self._ids[key].copy_(ids)
+        return self._prefill[key]()
+
+    def _prefill_once(self, ids: Tensor, begin: int, ragged: bool) -> Tensor:
+        """Run a chunk; returns the residual [B, D] of each sequence's last token, the chunk's last where it goes on."""
+        batch, tokens = ids.shape
+        valid = None
+        if ragged:
+            position = torch.arange(begin, begin + tokens, device=ids.device)
+            valid = (position < self.cache.lengths[:, None]).flatten()
+        step = PrefillStep(self.cache, tokens, begin, self._tables, valid)
+        x = self._run(ids, step).view(batch, tokens, -1)
+        with within("statistics"):
+            if self._sums is not None:
+                self._sums[0].add_(torch.cat(step.executed))
+                self._sums[1].add_(batch * tokens if valid is None else valid.sum())
+        if not ragged:
+            return x[:, -1]
+        last = (self.cache.lengths - 1 - begin).clamp(0, tokens - 1)
+        return x[torch.arange(batch, device=x.device), last]
+
+    def _decode_once(self, keys: int) -> Tensor:
+        """Run one token a sequence; moves `lengths` on and leaves the most likely next token in `token`."""
+        step = DecodeStep(self.cache, keys, self._tables)
+        logits = self._logits(self._run(self.token, step))
+        with within("statistics"):
+            if self._sums is not None:
+                self._sums[0].add_((torch.cat(step.executed, 1) & self.active[:, None]).sum(0))
+                self._sums[1].add_(self.active.sum())
+        self.cache.lengths.add_(1)
+        self.token.copy_(logits.argmax(-1))
+        return logits
+
+    def _run(self, ids: Tensor, step: Step) -> Tensor:
+        with within("embed"):
+            x = F.embedding(ids.flatten(), self._weights.embedding)
+        for layer in self._layers:
+            x = layer.run(x, step)
+        return x
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """x [B, D] -> logits [B, V]."""
+        with within("lm_head"):
+            head = self._weights.lm_head
+            return F.linear(normalise(x, self._weights.final_norm), head.weight, head.bias)

@@ -1,0 +1,118 @@
+"""The engine on a GPU: graphs equal plain calls, groups nobody runs are never read, bf16 stays near the fp32 path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiny_models import random_ids, shake_routers, tiny_model
+from widecli.engine.generate import generate, open_session
+from widecli.engine.model import InferenceModel
+from widecli.engine.routing import RandomMasks
+from widecli.model.plan import RoutingPlan
+from widecli.model.routed import RoutedModel
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
+PLAN = RoutingPlan(attention_group_size=4, ffn_group_size=64, rank=16)
+
+
+def big_enough(dtype: torch.dtype, family: str = "llama") -> Any:
+    """A model whose sizes the kernels take: head_dim 32, groups of 64 channels."""
+    return tiny_model(family, **{**SIZES, "initializer_range": 0.08, "max_position_embeddings": 256}).to("cuda", dtype)
+
+
+def routed_model(dtype: torch.dtype, family: str = "llama") -> tuple[RoutedModel, InferenceModel]:
+    model = big_enough(dtype, family)
+    routed = RoutedModel.attach(model, PLAN)
+    shake_routers(routed)
+    return routed, InferenceModel.from_routed(model, PLAN, routed.routers)
+
+
+@pytest.fixture(params=["dense", "routed"])
+def engine(request: pytest.FixtureRequest) -> InferenceModel:
+    if request.param == "dense":
+        return InferenceModel.from_dense(big_enough(torch.bfloat16))
+    return routed_model(torch.bfloat16)[1]
+
+
+def test_replayed_graphs_give_what_plain_calls_give(engine: InferenceModel) -> None:
+    ids, following = random_ids(3, 40).cuda(), random_ids(3, 12, seed=5).cuda()
+    found: list[list[Tensor]] = []
+    for graphs in (False, True):
+        session = engine.session(3, 64, graphs=graphs)
+        session.record_prefill(40)
+        session.record_prefill(40, ragged=True)
+        steps = []
+        for lengths in (None, [40, 3, 17]):
+            steps.append(session.prefill(ids, lengths).clone())
+            steps += [session.decode(following[:, t]).clone() for t in range(12)]
+        found.append(steps)
+        if trace := session.skipped():
+            assert trace.tokens == 3 * 40 + 60 + 2 * 3 * 12
+    for plain, replayed in zip(*found, strict=True):
+        # the order of sums over executed groups is not fixed
+        torch.testing.assert_close(replayed, plain, rtol=0.02, atol=0.05)
+
+
+def test_greedy_goes_on_by_itself_without_the_host(engine: InferenceModel) -> None:
+    prompts = [random_ids(1, length, seed=length)[0].tolist() for length in (30, 7)]
+    session = open_session(engine, prompts, 20)
+    done = generate(session, prompts, 20)
+    assert all(len(t) == 20 for t in done.tokens) and done.decode_steps == 19
+    again = generate(session, prompts, 20, stop=[done.tokens[0][5], done.tokens[1][5]])
+    assert again.finish == ("stop", "stop") and again.decode_steps <= 7
+
+
+def test_no_weight_of_a_group_that_nobody_runs_is_read() -> None:
+    routed, engine = routed_model(torch.bfloat16)
+    for routers in routed.routers.values():
+        for router in routers.values():  # type: ignore[attr-defined]
+            router.up.bias.data.view(-1, 2)[0] = torch.tensor([-1e6, 1e6])
+    for layer in routed.decoder_layers():
+        width = PLAN.attention_group_size * 32
+        layer.self_attn.q_proj.weight.data[:width] = torch.nan
+        layer.self_attn.o_proj.weight.data[:, :width] = torch.nan
+        layer.mlp.gate_proj.weight.data[:64] = torch.nan
+        layer.mlp.up_proj.weight.data[:64] = torch.nan
+        layer.mlp.down_proj.weight.data[:, :64] = torch.nan
+    session = engine.session(2, 160)
+    assert session.prefill(random_ids(2, 150)).isfinite().all()
+    assert session.decode().isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm3"])
+@pytest.mark.parametrize("routed", [False, True], ids=["dense", "routed"])
+def test_fp32_agrees_with_the_hugging_face_path(family: str, routed: bool) -> None:
+    if routed:
+        attached, engine = routed_model(torch.float32, family)
+        model: Any = attached.backbone
+    else:
+        model = big_enough(torch.float32, family)
+        engine = InferenceModel.from_dense(model)
+    ids = random_ids(2, 50).cuda()
+    with torch.no_grad():
+        expected = model(ids).logits
+    session = engine.session(2, 64)
+    # a flipped decision would move logits of size 5 by far more; kernels may multiply fp32 in three bf16 parts
+    torch.testing.assert_close(session.prefill(ids), expected[:, -1], rtol=0, atol=2e-2)
+    session.prefill(ids[:, :20], chunk=8)
+    found = torch.stack([session.decode(ids[:, t]).clone() for t in range(20, 50)], 1)
+    torch.testing.assert_close(found, expected[:, 20:], rtol=0, atol=2e-2)
+
+
+def test_redrawn_random_masks_reach_a_recorded_graph() -> None:
+    routed, _ = routed_model(torch.bfloat16)
+    masks = RandomMasks(0.5)
+    engine = InferenceModel.from_routed(routed.backbone, PLAN, routed.routers, masks)
+    session = engine.session(1, 64)
+    session.record_prefill(40)
+    first = session.prefill(random_ids(1, 40)).clone()
+    masks.redraw(7)
+    assert not torch.equal(session.prefill(random_ids(1, 40)), first)

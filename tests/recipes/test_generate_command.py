@@ -1,0 +1,89 @@
+"""`wide generate` as a whole: text on stdout, figures on stderr, one document with `--json`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from whole_commands import Wide, invoke, write_recipe
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, text_file: Path, held_out: Path) -> Path:
+    """The run directory of one calibration."""
+    folder = tmp_path_factory.mktemp("calibration")
+    write_recipe(folder / "tiny.yaml", model_folder, text_file, held_out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        done = invoke("calibrate", "tiny.yaml", "train.steps=2", "--run-dir", "calibrated", "--json")
+    assert done.code == 0, done.err
+    return folder / "calibrated"
+
+
+def test_the_text_goes_to_stdout_and_the_figures_to_stderr(wide: Wide, calibrated: Path) -> None:
+    done = wide("generate", calibrated, "--prompt", "Line 4: the old", "--max-new-tokens", 12)
+    assert done.code == 0, done.err
+    document = wide("generate", calibrated, "--prompt", "Line 4: the old", "--max-new-tokens", 12, "--json").document
+    assert done.out == document["text"] + "\n"
+    assert "tokens/s" in done.err and "skipped: attention" in done.err
+    assert document["schema"] == "wide.generation/1" and document["routed"] is True
+    assert document["prefill"]["tokens"] == 15 and document["decode"]["tokens"] >= len(document["tokens"]) - 1
+    assert 0 < document["skip_rate"]["mean"] < 1 and 0 < document["flops_skipped"]["prunable"] < 1
+    assert document["checkpoint"] == str(calibrated)
+
+
+def test_the_newest_checkpoint_is_taken_and_its_dense_backbone_on_request(
+    wide: Wide, calibrated: Path, workplace: Path, model_folder: Path
+) -> None:
+    for age, name in enumerate(["calibrate-b", "calibrate-a"]):
+        shutil.copytree(calibrated, workplace / "runs" / name)
+        os.utime(workplace / "runs" / name, (1e9 - age, 1e9 - age))
+    asked = ("--prompt", "the fox", "--max-new-tokens", 6, "--json")
+    newest = wide("generate", *asked)
+    assert newest.code == 0, newest.err
+    assert "calibrate-b" in newest.document["checkpoint"] and "the newest checkpoint" in newest.err
+    dense = wide("generate", "--dense", *asked).document
+    assert dense["routed"] is False and dense["skip_rate"] is None
+    assert dense["tokens"] == wide("generate", "--model", model_folder, *asked).document["tokens"]
+
+
+def test_prompts_come_from_files_too_and_draws_from_their_seed(wide: Wide, calibrated: Path, workplace: Path) -> None:
+    (workplace / "prompt.txt").write_text("the cold child", encoding="utf-8")
+    drawn = [
+        wide("generate", calibrated, "--prompt-file", "prompt.txt", "--temperature", 1.0, "--seed", seed, "--json")
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0].code == 0, drawn[0].err
+    tokens = [d.document["tokens"] for d in drawn]
+    assert tokens[0] == tokens[1] != tokens[2]
+    assert drawn[0].document["prompt"] == "the cold child"
+    most = 128 - 14  # nothing said about new tokens: no more than the model can hold
+    assert all(len(t) == most or d.document["finish"] == "stop" for t, d in zip(tokens, drawn, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), ["--prompt TEXT or --prompt-file"]),
+        (("--prompt", "a", "--prompt-file", "b"), ["one of the two"]),
+        (("--prompt-file", "missing.txt"), ["missing.txt", "cannot be read"]),
+        (("--prompt", ""), ["the prompt is empty"]),
+        (("--prompt", "a", "--top-p", "0"), ["top_p must be above 0", "0.0"]),
+        (("--prompt", "a", "--temperature", "-1"), ["temperature", "-1.0"]),
+        (("--prompt", "a", "--max-new-tokens", "0"), ["at least one new token", "0"]),
+        (("--prompt", "a", "--max-new-tokens", "500"), ["at most 127 new tokens"]),
+        (("--prompt", "a" * 300), ["300 tokens", "at most 128"]),
+        (("--prompt", "a", "--chat"), ["no chat template", "--chat"]),
+        (("--prompt", "a", "--model", "x"), ["names its own model"]),
+    ],
+)
+def test_bad_input_is_one_sentence(wide: Wide, calibrated: Path, arguments: tuple[str, ...], words: list[str]) -> None:
+    wide("generate", calibrated, *arguments).refused_with(*words)
+
+
+def test_without_any_checkpoint_it_says_what_to_do(wide: Wide) -> None:
+    wide("generate", "--prompt", "a").refused_with("no checkpoint below runs/", "--model")
+    wide("generate", "nowhere", "--prompt", "a").refused_with("nowhere", "neither a checkpoint")
