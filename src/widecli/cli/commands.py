@@ -16,7 +16,9 @@ from widecli.errors import WideError
 
 COMMANDS: Mapping[str, str] = {
     "calibrate": "Train routers on a frozen model: every token learns which groups to run.",
+    "lora": "Train a LoRA adapter, and the routers on, from a calibrated checkpoint.",
     "eval": "Measure a checkpoint beside its dense model: perplexity, tasks, skip rates.",
+    "export": "Write a checkpoint, or its merged model, as a folder of its own with a model card.",
     "demo": "Calibrate and evaluate the embedded model on this machine, in minutes.",
     "doctor": "Say what this machine can do, and how to get what is missing.",
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -64,7 +63,12 @@ def prepare(
     from widecli.evaluate.texts import check_texts
     from widecli.recipe.load import load_text
 
-    target, rest = _take_checkpoint(list(arguments or []), newest=flags.get("model") is None)
+    target, rest = options.take_checkpoint(arguments or [])
+    if target is None and flags.get("model") is None:
+        target = options.newest_checkpoint()
+        if target is None:
+            raise UsageError("there is no checkpoint below runs/: name one, or a dense model with --model")
+        note(f"evaluating the newest checkpoint, {target}")
     recipe, _ = options.split_arguments(rest)
     stored = target / "recipe.yaml" if target else None
     if stored is not None and not stored.is_file():
@@ -80,29 +84,6 @@ def prepare(
     check_tasks(section.tasks, data_root=section.data_root, offline=offline)
     check_texts(section.perplexity)
     return Evaluation(model, section, target, with_dense, offline), resolved
-
-
-def _take_checkpoint(arguments: list[str], newest: bool) -> tuple[Path | None, list[str]]:
-    """Split off the argument that is a checkpoint or a run with one; without any, the newest below runs/."""
-    from widecli.model import checkpoint
-
-    for i, argument in enumerate(arguments):
-        path = Path(argument)
-        if "=" not in argument and path.is_dir():
-            return checkpoint.resolve(path), arguments[:i] + arguments[i + 1 :]
-    recipe, _ = options.split_arguments(arguments)
-    if recipe is not None and not options.is_recipe(recipe):
-        raise UsageError(f"{recipe} is neither a checkpoint, a run directory nor a recipe")
-    if not newest:
-        return None, arguments
-    for run in sorted(Path("runs").glob("*/"), key=lambda p: p.stat().st_mtime, reverse=True):
-        try:
-            found = checkpoint.resolve(run)
-        except UsageError:
-            continue
-        note(f"evaluating the newest checkpoint, {found}")
-        return found, arguments
-    raise UsageError("there is no checkpoint below runs/: name one, or a dense model with --model")
 
 
 def evaluation_name(job: Evaluation) -> str:
@@ -151,10 +132,8 @@ def run_evaluation(job: Evaluation, resolved: ResolvedRecipe, *, overwrite: bool
     from widecli.track.run import Run
 
     recipe = resolved.recipe.model_copy(update={"model": job.model})
-    if job.checkpoint and recipe.track.run_dir:
-        target = Path(recipe.track.run_dir).expanduser().resolve()
-        if target in (job.checkpoint.resolve(), *job.checkpoint.resolve().parents):
-            raise UsageError(f"{recipe.track.run_dir} holds the checkpoint to evaluate; name another --run-dir")
+    if job.checkpoint:
+        options.refuse_own_directory(recipe.track.run_dir, job.checkpoint)
     run = Run.create(
         "eval",
         evaluation_name(job),

@@ -16,7 +16,10 @@ from widecli.errors import UsageError
 
 @dataclass(frozen=True)
 class Family:
-    """Attribute paths, relative to the causal LM (first three) and to a decoder layer (the rest)."""
+    """Attribute paths, relative to the causal LM (first three) and to a decoder layer (the rest).
+
+    `linears`: the names of a layer's linear modules, which LoRA adapts.
+    """
 
     decoder: str = "model"
     layers: str = "model.layers"
@@ -25,6 +28,7 @@ class Family:
     ffn_norm: str = "post_attention_layernorm"
     attention_output: str = "self_attn.o_proj"
     ffn_output: str = "mlp.down_proj"
+    linears: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 LLAMA_NAMES = Family()

@@ -25,8 +25,11 @@ def shipped_recipes() -> dict[str, Path]:
     return {p.relative_to(root).with_suffix("").as_posix(): p for p in sorted(root.rglob("*.yaml"))}
 
 
-def find_recipe(name: str) -> Path:
-    """The file behind a path or a shipped name; raises UsageError with the closest names."""
+def find_recipe(name: str, command: str = "calibrate") -> Path:
+    """The file behind a path or a shipped name; raises UsageError with the closest names.
+
+    A name without its folder means the recipe of `command` when several commands have one of that name.
+    """
     path = Path(name).expanduser()
     if path.is_file():
         return path
@@ -36,6 +39,8 @@ def find_recipe(name: str) -> Path:
     wanted = name.removeprefix("recipes/").removesuffix(".yaml")
     if wanted in shipped:
         return shipped[wanted]
+    if f"{command}/{wanted}" in shipped:
+        return shipped[f"{command}/{wanted}"]
     same_stem = [key for key in shipped if key.rsplit("/", 1)[-1] == wanted]
     if len(same_stem) == 1:
         return shipped[same_stem[0]]
