@@ -26,9 +26,9 @@ CHECK_TEXT = (
     "water. In 1957 it cost 12,400 crowns. def area(width, height): return width * height. Nobody could say whether "
     "it would hold, so the children were sent home, and two men counted the planks."
 )
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
-"""Largest difference of a logit, in standard deviations of the logits, that the rounding of merged weights explains as
-long as no decision changes: merging rounds each weight once, by 2^-24, 2^-11 or 2^-9 of it."""
+# Merging rounds each weight once, by 2^-24, 2^-11 or 2^-9 of it. What that explains: the difference of a logit, in
+# standard deviations of the logits, while no decision changes; and the share of decisions that were so close to a tie.
+TOLERANCE = {torch.float32: (1e-3, 1e-3), torch.float16: (0.05, 0.005), torch.bfloat16: (0.25, 0.02)}
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,7 @@ def export_merged(
         routed = RoutedModel.attach(model, config.plan)
         checkpoint.load_routers(directory, routed.routers)
         check = _compare(before, _predict(routed, ids), model.dtype)
-        if check.changed_decisions == 0 and check.largest_difference > TOLERANCE[model.dtype]:
-            raise WideError(
-                f"the merged model computes something else: a logit differs by {check.largest_difference:.2g} standard "
-                f"deviations, and rounding to {check.dtype} explains {TOLERANCE[model.dtype]}; nothing was written"
-            )
+        _refuse_difference(check, *TOLERANCE[model.dtype])
     routed.detach()
     merged = BackboneIdentity(out.name, None, config_hash(model.config), weights_hash(model))
     with atomic_directory(out) as scratch:
@@ -90,6 +86,16 @@ def export_merged(
         (scratch / checkpoint.CONFIG).write_text(json.dumps(document, indent=2) + "\n")
         (scratch / CARD).write_text(card(check), encoding="utf-8")
     return check
+
+
+def _refuse_difference(check: MergeCheck, difference: float, changed: float) -> None:
+    same_decisions = check.changed_decisions == 0
+    if check.changed_decisions > changed * check.decisions or (same_decisions and check.largest_difference > difference):
+        raise WideError(
+            f"the merged model computes something else: a logit differs by {check.largest_difference:.2g} standard "
+            f"deviations and {check.changed_decisions} of {check.decisions} decisions differ, more than rounding to "
+            f"{check.dtype} explains; nothing was written"
+        )
 
 
 @torch.no_grad()
