@@ -61,6 +61,7 @@ def prepare(
     from widecli.evaluate.evaluation import Evaluation
     from widecli.evaluate.tasks import check_tasks
     from widecli.evaluate.texts import check_texts
+    from widecli.model import checkpoint
     from widecli.recipe.load import load_text
 
     target, rest = options.take_checkpoint(arguments or [])
@@ -71,8 +72,8 @@ def prepare(
         note(f"evaluating the newest checkpoint, {target}")
     recipe, _ = options.split_arguments(rest)
     stored = target / "recipe.yaml" if target else None
-    if stored is not None and not stored.is_file():
-        raise UsageError(f"{target} lacks its recipe.yaml; take another checkpoint of the run")
+    if target is not None:
+        checkpoint.refuse_incomplete(target)
     base = str(stored) if stored and recipe is None else None
     if base is not None:
         rest = ["~track.run_dir", *rest]  # that is where the calibration lies

@@ -71,16 +71,15 @@ def run_export(
     """Export a checkpoint; returns what was written as `wide.export/1`."""
     from widecli.cli.model_card import card
     from widecli.model.backbone import load_backbone, stored_dtype
-    from widecli.model.checkpoint import read_config
+    from widecli.model.checkpoint import read_config, refuse_incomplete
     from widecli.model.export import MergeCheck, export_copy, export_merged
     from widecli.recipe.load import load_text
 
     config = read_config(source)
     if config.merged is not None:
         raise UsageError(f"{source} is an exported model already: copy the folder")
+    refuse_incomplete(source)
     stored = source / "recipe.yaml"
-    if not stored.is_file():
-        raise UsageError(f"{source} lacks its recipe.yaml; take another checkpoint of the run")
     if dtype != "auto" and not merge:
         raise UsageError(f"--dtype {dtype} is for merged weights: add --merge, or leave it out")
     refuse_occupied(out, source, overwrite)

@@ -26,15 +26,6 @@ Targets = Annotated[
         show_default=False,
     ),
 ]
-FreezeRouters = Annotated[
-    bool | None,
-    typer.Option(
-        "--freeze-routers/--train-routers",
-        help="Train the adapter alone.",
-        rich_help_panel="Recipe keys",
-        show_default=False,
-    ),
-]
 
 
 def lora(
@@ -44,7 +35,7 @@ def lora(
     sparsity: options.Sparsity = None,
     steps: options.Steps = None,
     seed: options.Seed = None,
-    freeze_routers: FreezeRouters = None,
+    freeze_routers: options.FreezeRouters = None,
     wandb: options.Wandb = None,
     run_dir: options.RunDir = None,
     resume: options.Resume = False,
@@ -84,6 +75,7 @@ def prepare(
     arguments: list[str] | None, flags: dict[str, Any], *, dry_run: bool = False
 ) -> tuple[Path | None, ResolvedRecipe]:
     """The checkpoint and the recipe that a command line asks for; only a dry run of a recipe does without the first."""
+    from widecli.model.checkpoint import refuse_incomplete
     from widecli.recipe.load import load_text
 
     start, rest = options.take_checkpoint(arguments or [])
@@ -96,9 +88,8 @@ def prepare(
             raise UsageError("there is no calibrated checkpoint below runs/: name one, or run wide calibrate first")
     if start is None:
         return None, options.recipe_from(rest, command="lora", **flags)
+    refuse_incomplete(start)
     stored = start / "recipe.yaml"
-    if not stored.is_file():
-        raise UsageError(f"{start} lacks its recipe.yaml; take another checkpoint of the run")
     calibrated = load_text(stored.read_text(encoding="utf-8"), str(stored))
     if recipe is None:
         rest = [*second_stage(calibrated), *rest]

@@ -50,6 +50,15 @@ GroupSize = Annotated[
 Mode = Annotated[str | None, typer.Option("--mode", help="wide, token or layer.", rich_help_panel=_RECIPE)]
 Steps = Annotated[int | None, typer.Option("--steps", help="Optimiser steps.", rich_help_panel=_RECIPE)]
 Seed = Annotated[int | None, typer.Option("--seed", help="Seed of order, noise and start.", rich_help_panel=_RECIPE)]
+FreezeRouters = Annotated[
+    bool | None,
+    typer.Option(
+        "--freeze-routers/--train-routers",
+        help="Train the adapter alone, or the routers with it.",
+        rich_help_panel=_RECIPE,
+        show_default=False,
+    ),
+]
 Tasks = Annotated[
     str | None,
     typer.Option("--tasks", help="lm-eval tasks, comma-separated; paper = the paper's seven.", rich_help_panel=_RECIPE),

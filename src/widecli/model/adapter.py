@@ -61,7 +61,7 @@ class Adapter:
         """Read an adapter folder, exactly. Raises UsageError naming files or tensors that are missing or do not fit."""
         from peft import LoraConfig, PeftConfig
 
-        _refuse_incomplete(folder)
+        refuse_incomplete(folder)
         try:
             config = PeftConfig.from_pretrained(str(folder))
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -82,7 +82,7 @@ class Adapter:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        _refuse_incomplete(folder)
+        refuse_incomplete(folder)
         try:
             tensors = load_file(folder / WEIGHTS)
         except (OSError, SafetensorError) as error:
@@ -172,7 +172,8 @@ class Adapter:
                 module.lora_dropout.train(on)
 
 
-def _refuse_incomplete(folder: Path) -> None:
+def refuse_incomplete(folder: Path) -> None:
+    """Raise UsageError naming the files that an adapter folder lacks."""
     if missing := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
         raise UsageError(f"{folder} lacks {' and '.join(missing)}; take another checkpoint of the run")
 

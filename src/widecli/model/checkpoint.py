@@ -141,6 +141,18 @@ def read_config(directory: Path) -> CheckpointConfig:
         raise UsageError(f"{path} is damaged or from another version ({error}); take another checkpoint") from error
 
 
+def refuse_incomplete(directory: Path) -> None:
+    """Raise UsageError naming a file that a checkpoint lacks: cheap enough to ask before anything is measured."""
+    from widecli.model import adapter
+
+    config = read_config(directory)
+    for name in (ROUTERS, "recipe.yaml"):
+        if not (directory / name).is_file():
+            raise UsageError(f"{directory} lacks its {name}; take another checkpoint of the run")
+    if config.adapter_folder:
+        adapter.refuse_incomplete(directory / config.adapter_folder)
+
+
 def attach(directory: Path, backbone: Backbone) -> tuple[RoutedModel, Adapter | None]:
     """Hang a checkpoint on its backbone: the adapter, if it has one, and the routers.
 

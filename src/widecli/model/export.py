@@ -90,7 +90,9 @@ def export_merged(
 
 def _refuse_difference(check: MergeCheck, difference: float, changed: float) -> None:
     same_decisions = check.changed_decisions == 0
-    if check.changed_decisions > changed * check.decisions or (same_decisions and check.largest_difference > difference):
+    if check.changed_decisions > changed * check.decisions or (
+        same_decisions and check.largest_difference > difference
+    ):
         raise WideError(
             f"the merged model computes something else: a logit differs by {check.largest_difference:.2g} standard "
             f"deviations and {check.changed_decisions} of {check.decisions} decisions differ, more than rounding to "

@@ -46,7 +46,8 @@ def find_recipe(name: str, command: str = "calibrate") -> Path:
         return shipped[same_stem[0]]
     if same_stem:
         raise UsageError(f"The recipe name {name!r} fits {' and '.join(same_stem)}; name one of them.")
-    by_name = {**{key.rsplit("/", 1)[-1]: key for key in shipped}, **{key: key for key in shipped}}
+    own_last = sorted(shipped, key=lambda key: key.startswith(f"{command}/"))  # the last of a name counts
+    by_name = {**{key.rsplit("/", 1)[-1]: key for key in own_last}, **{key: key for key in shipped}}
     close = list(dict.fromkeys(by_name[n] for n in difflib.get_close_matches(wanted, by_name, n=3, cutoff=0.6)))
     hint = f"did you mean {' or '.join(close)}?" if close else f"shipped ones are {', '.join(shipped)}."
     raise UsageError(f"There is no recipe {name!r}, neither as a file nor as a shipped name; {hint}")
