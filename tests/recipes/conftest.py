@@ -11,12 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from whole_commands import SENTENCES, Outcome, Wide, invoke, write_recipe
+from whole_commands import SENTENCES, STRONG, Outcome, Wide, invoke, write_recipe
 
 from tiny_models import save_model_folder
-
-STRONG = ("lora.learning_rate=0.02", "lora.rank=4")
-"""So that eight steps of an adapter show."""
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from test_resume import steps_of, stop_after
-from whole_commands import Outcome, Wide
+from whole_commands import STRONG, Outcome, Wide
 
-from conftest import STRONG
 from widecli.model import checkpoint
 
 

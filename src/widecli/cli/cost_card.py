@@ -109,10 +109,9 @@ def print_expected_time(resolved: ResolvedRecipe, document: dict[str, Any]) -> N
     rate = _matrix_rate(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     seconds = document["estimate"]["flops"] / (rate * reach)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    note(
-        f"{resolved.recipe.train.steps} steps take about {duration(seconds)} on {where}, plus loading, the closed-form "
-        f"start and validation"
-    )
+    start = ", the closed-form start" if document["command"] == "calibrate" else ""
+    steps = resolved.recipe.train.steps
+    note(f"{steps} steps take about {duration(seconds)} on {where}, plus loading{start} and validation")
 
 
 def _matrix_rate(device: Any, dtype: Any) -> float:

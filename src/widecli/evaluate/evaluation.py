@@ -50,7 +50,8 @@ def evaluate(job: Evaluation, note: Note, store: Store) -> dict[str, Any]:
     if config is None:
         backbone = _load(job.model, note)
         alone = measurement(backbone=backbone).dense()
-        return _summary(job, backbone.identity, alone, None, {"plan": None, "steps": None, "skip_rate": None})
+        nothing = {"plan": None, "steps": None, "skip_rate": None, "adapter": None, "merged": False}
+        return _summary(job, backbone.identity, alone, None, nothing)
     assert job.checkpoint is not None
     own = job.model.model_copy(update={"name": str(job.checkpoint), "revision": None})  # weights beside the routers
     bare = own if config.merged and config.adapter is None else job.model
