@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -78,13 +77,6 @@ def test_statistics_hold_every_layer_and_part(folder: Path) -> None:
     assert len(found.token_shares["ffn"]) == 2 and len(found.token_shares["ffn"][0]) == 60
     document = found.as_dict(10)
     assert len(document["token_shares"]["attention"][1]) == 10
-
-
-def test_a_checkpoint_with_an_adapter_is_refused_rather_than_read_without_it(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder / "ck", tmp_path / "ck")
-    (tmp_path / "ck" / "adapter").mkdir()
-    with pytest.raises(UsageError, match="adapter"):
-        observe(tmp_path / "ck", ModelSection(name=str(folder / "model")), str(folder / "text.txt"), tokens=8)
 
 
 def test_another_model_or_a_text_without_words_is_refused(folder: Path) -> None:

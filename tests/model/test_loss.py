@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from widecli.model import loss as loss_module
-from widecli.model.loss import next_token_loss
+from widecli.model.loss import distillation_loss, next_token_loss
 
 
 def torch_loss(hidden: Tensor, weight: Tensor, ids: Tensor, valid: Tensor | None) -> Tensor:
@@ -124,3 +124,32 @@ def test_the_compiled_chunk_agrees_with_the_eager_one() -> None:
     (gradient,) = torch.autograd.grad(compiled, hidden)
     torch.testing.assert_close(compiled, eager)
     torch.testing.assert_close(gradient, wanted)
+
+
+@given(seed=st.integers(0, 1000), words=st.integers(2, 20), chunk_rows=st.integers(1, 12), padded=st.booleans())
+@settings(deadline=None, max_examples=30)
+def test_distillation_equals_torchs_divergence_for_any_chunk(
+    seed: int, words: int, chunk_rows: int, padded: bool
+) -> None:
+    hidden, weight, ids = case(seed, 2, 7, words)
+    teacher, _, _ = case(seed + 1, 2, 7, words)
+    valid = torch.arange(7)[None] < torch.tensor([[7], [3]]) if padded else None
+    counted = torch.ones(2, 6, dtype=torch.bool) if valid is None else valid[:, :-1] & valid[:, 1:]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_module, "CHUNK_BYTES", 8 * words * chunk_rows)
+        divergence, cross_entropy = distillation_loss(hidden, teacher.detach(), weight, ids, valid)
+        (gradient,) = torch.autograd.grad(3.0 * divergence, hidden)
+    student, wanted = ((x[:, :-1] @ weight.T).log_softmax(-1)[counted] for x in (hidden, teacher.detach()))
+    expected = F.kl_div(student, wanted, log_target=True, reduction="sum")
+    (expected_gradient,) = torch.autograd.grad(3.0 * expected, hidden)
+    torch.testing.assert_close(divergence, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(cross_entropy, next_token_loss(hidden, weight, ids, valid), rtol=1e-4, atol=1e-5)
+    assert not cross_entropy.requires_grad
+
+
+def test_nothing_is_left_to_learn_from_oneself() -> None:
+    hidden, weight, ids = case(0, 2, 6, 11)
+    divergence, _ = distillation_loss(hidden, hidden.detach(), weight, ids, None)
+    (gradient,) = torch.autograd.grad(divergence, hidden)
+    assert float(divergence) == 0.0 and not bool(gradient.any())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -201,7 +202,14 @@ def test_hash_ignores_tracking_and_nothing_else() -> None:
     assert plain == resolve(None, ["track.wandb=off", "track.run_dir=x"]).hash8
     assert plain != resolve(None, ["train.seed=1"]).hash8
     assert plain != resolve(None, ["eval.limit=1"]).hash8
+    assert plain != resolve(None, ["lora.rank=8"]).hash8
     assert len(plain) == 8
+
+
+def test_a_recipe_from_before_there_was_a_second_stage_keeps_its_hash(repository: Path) -> None:
+    run = repository / "reports" / "smollm2-h200" / "calibrate-s50"
+    recorded = json.loads((run / "summary.json").read_text())["recipe_hash"]
+    assert recipe_hash(load_text((run / "recipe.yaml").read_text())) == recorded
 
 
 _TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp"]), min_size=1, max_size=12)

@@ -1,4 +1,4 @@
-"""`--dry-run` of every shipped calibrate recipe: offline, nothing loaded, nothing written."""
+"""`--dry-run` of every shipped recipe that trains: offline, nothing loaded, nothing written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from whole_commands import Wide
 
 from widecli.recipe.files import shipped_recipes
 
-CALIBRATE = [name for name in shipped_recipes() if name.startswith("calibrate/") or name == "demo"]
+TRAINING = [name for name in shipped_recipes() if name.startswith(("calibrate/", "lora/")) or name == "demo"]
 
 
 @pytest.fixture
@@ -33,12 +33,13 @@ def sealed(monkeypatch: pytest.MonkeyPatch, workplace: Path) -> Path:
     return workplace
 
 
-@pytest.mark.parametrize("name", CALIBRATE)
+@pytest.mark.parametrize("name", TRAINING)
 def test_every_shipped_recipe_can_be_dry_run_offline_and_touches_nothing(wide: Wide, sealed: Path, name: str) -> None:
-    done = wide("calibrate", name, "--dry-run", "--offline", "--json")
+    command = name.split("/")[0] if "/" in name else "calibrate"
+    done = wide(command, name.split("/")[-1], "--dry-run", "--offline", "--json")
     assert done.code == 0, done.err
     document = done.document
-    assert document["schema"] == "wide.dry_run/1" and document["command"] == "calibrate"
+    assert document["schema"] == "wide.dry_run/1" and document["command"] == command
     estimate, shape = document["estimate"], document["shape"]
     assert estimate["tokens"] == (
         document["recipe"]["train"]["steps"]
@@ -46,6 +47,7 @@ def test_every_shipped_recipe_can_be_dry_run_offline_and_touches_nothing(wide: W
         * document["recipe"]["data"]["sequence_length"]
     )
     assert estimate["memory_bytes"] > estimate["weights_bytes"] > 0
+    assert (estimate["adapter_parameters"] > 0) == (command == "lora")
     assert shape["intermediate_size"] % document["plan"]["ffn_group_size"] == 0
     assert list(sealed.iterdir()) == []
 
@@ -60,6 +62,25 @@ def test_the_dry_run_counts_router_parameters_as_they_are(wide: Wide, tiny_recip
     assert estimate["router_parameters"] == sum(p.numel() for p in routed.parameters())
     assert estimate["groups_per_token"] == routed.total_groups
     assert not (workplace / "runs").exists()
+
+
+def test_the_dry_run_counts_adapter_parameters_as_published(wide: Wide) -> None:
+    """41.9 million for rank 16 on Llama-3.1-8B: 32 layers x 16 x (2 x 8192 + 2 x 5120 + 3 x 18432)."""
+    document = wide("lora", "llama-3.1-8b_s50_g64", "--dry-run", "--json").document
+    assert document["estimate"]["adapter_parameters"] == 41_943_040
+    frozen, taught = (
+        wide("lora", "llama-3.1-8b_s50_g64", change, "--dry-run", "--json").document["estimate"]
+        for change in ("lora.freeze_routers=true", "lora.objective=distill")
+    )
+    assert frozen["trainable_bytes"] == 16 * 41_943_040 < document["estimate"]["trainable_bytes"]
+    assert taught["flops"] == pytest.approx(document["estimate"]["flops"] * 4 / 3)
+
+
+def test_without_a_checkpoint_only_a_recipe_can_be_dry_run(wide: Wide, workplace: Path) -> None:
+    wide("lora", "--dry-run").refused_with("no calibrated checkpoint below runs/")
+    wide("lora", "smollm2_s50_g64").refused_with("no calibrated checkpoint below runs/")
+    assert "no checkpoint was checked" in wide("lora", "smollm2_s50_g64", "--dry-run").err
+    assert list(workplace.iterdir()) == []
 
 
 def test_the_backbone_of_the_estimate_is_the_real_one(wide: Wide) -> None:

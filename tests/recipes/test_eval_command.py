@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from whole_commands import Outcome, Wide, invoke, write_recipe
+from whole_commands import Outcome, Wide
 
 KEYS = {
     "schema",
@@ -28,29 +27,6 @@ KEYS = {
     "retention",
     "dense",
 }
-
-
-@pytest.fixture(scope="module")
-def calibration(
-    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, text_file: Path, held_out: Path
-) -> Outcome:
-    """One calibration for all tests here, in `calibrated/` below `folder`."""
-    folder = tmp_path_factory.mktemp("calibration")
-    write_recipe(folder / "tiny.yaml", model_folder, text_file, held_out)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        done = invoke("calibrate", "tiny.yaml", "--run-dir", "calibrated", "--json")
-    assert done.code == 0, done.err
-    return replace(done, folder=folder)
-
-
-@pytest.fixture
-def run(calibration: Outcome, workplace: Path) -> Outcome:
-    """A finished calibration in `calibrated/`, to do with as one likes."""
-    assert calibration.folder is not None
-    shutil.copytree(calibration.folder / "calibrated", workplace / "calibrated")
-    return calibration
 
 
 @pytest.fixture

@@ -20,6 +20,9 @@ SENTENCES = [
     )
 ]
 
+STRONG = ("lora.learning_rate=0.02", "lora.rank=4")
+"""A second stage of which eight steps show."""
+
 
 @dataclass(frozen=True)
 class Outcome:

@@ -16,7 +16,9 @@ from widecli.errors import WideError
 
 COMMANDS: Mapping[str, str] = {
     "calibrate": "Train routers on a frozen model: every token learns which groups to run.",
+    "lora": "Train a LoRA adapter, and the routers on, from a calibrated checkpoint.",
     "eval": "Measure a checkpoint beside its dense model: perplexity, tasks, skip rates.",
+    "export": "Write a checkpoint, or its merged model, as a folder of its own with a model card.",
     "generate": "Continue a prompt with a checkpoint or a dense model, and say how fast that was.",
     "demo": "Calibrate and evaluate the embedded model on this machine, in minutes.",
     "report": "Tables, plots and one page from all runs: Pareto fronts, sweeps, seeds.",

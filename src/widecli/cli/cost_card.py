@@ -1,4 +1,4 @@
-"""What a calibration will take, for people (before it starts) and for `--dry-run`."""
+"""What a training stage will take, for people (before it starts) and for `--dry-run`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _REFERENCE = ("one H200", 790e12)  # bf16 matrix product measured there; the dry run knows no device
 
 
-def dry_run_document(resolved: ResolvedRecipe) -> dict[str, Any]:
+def dry_run_document(resolved: ResolvedRecipe, command: str = "calibrate") -> dict[str, Any]:
     """Validate a recipe against its model's sizes and estimate the run. Raises UsageError; touches no device."""
     from widecli.data.sources import open_source
     from widecli.model.backbone import load_shape
@@ -28,11 +28,11 @@ def dry_run_document(resolved: ResolvedRecipe) -> dict[str, Any]:
     value_bytes = 4 if recipe.model.dtype == "float32" else 2
     if recipe.data.source != "self":  # needs the model
         open_source(recipe.data.source, section=recipe.data)
-    figures = estimate(recipe, shape, plan, value_bytes=value_bytes)
+    figures = estimate(recipe, shape, plan, value_bytes=value_bytes, lora=command == "lora")
     reach = EFFICIENCY["cuda" if recipe.train.compile is False else "cuda-compiled"]
     return {
         "schema": "wide.dry_run/1",
-        "command": "calibrate",
+        "command": command,
         "recipe": recipe.model_dump(mode="json"),
         "recipe_hash": resolved.hash8,
         "shape": asdict(shape),
@@ -68,7 +68,7 @@ def print_dry_run(document: dict[str, Any]) -> None:
             f"{plan['mode']}, {groups}, rank {plan['rank']}: {figures['groups_per_token']:,} decisions a token",
         ),
         ("budget", targets(recipe["budget"])),
-        ("trainable", f"{figures['router_parameters']:,} router parameters"),
+        ("trainable", _trainable(document)),
         ("steps", f"{train['steps']:,} x {per_step} = {figures['tokens']:,} tokens"),
         ("data", f"{recipe['data']['source']}, packing {recipe['data']['packing']}"),
         ("memory, about", f"{_gigabytes(figures['memory_bytes'])} ({parts})"),
@@ -77,6 +77,15 @@ def print_dry_run(document: dict[str, Any]) -> None:
     for name, value in rows:
         table.add_row(name, value)
     console.print(table)
+
+
+def _trainable(document: dict[str, Any]) -> str:
+    figures, lora = document["estimate"], document["recipe"]["lora"]
+    routers = f"{figures['router_parameters']:,} router parameters"
+    if not figures["adapter_parameters"]:
+        return routers
+    frozen = " (frozen)" if lora["freeze_routers"] else ""
+    return f"{figures['adapter_parameters']:,} parameters of a LoRA of rank {lora['rank']}, {routers}{frozen}"
 
 
 def targets(budget: dict[str, Any]) -> str:
@@ -100,10 +109,9 @@ def print_expected_time(resolved: ResolvedRecipe, document: dict[str, Any]) -> N
     rate = _matrix_rate(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     seconds = document["estimate"]["flops"] / (rate * reach)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    note(
-        f"{resolved.recipe.train.steps} steps take about {duration(seconds)} on {where}, plus loading, the closed-form "
-        f"start and validation"
-    )
+    start = ", the closed-form start" if document["command"] == "calibrate" else ""
+    steps = resolved.recipe.train.steps
+    note(f"{steps} steps take about {duration(seconds)} on {where}, plus loading{start} and validation")
 
 
 def _matrix_rate(device: Any, dtype: Any) -> float:

@@ -98,7 +98,7 @@ def random_start(resolved: ResolvedRecipe, run_dir: str, offline: bool) -> dict[
     recipe = resolved.recipe
     note("for comparison: random routers, shifted to the same budget")
     job = prepare(recipe, resolved.hash8, Run.open(run_dir), lambda _: None, offline)
-    batches = warm_start_batches(recipe, job.tokens, job.backbone.device)
+    batches = warm_start_batches(job)
     meet_budget(job.routed, batches[:1], job.budget, passes=2)
     with job.routed.tracing() as trace:
         _, result = measure_perplexity(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from widecli.cli import options
-from widecli.cli.checkpoints import newest_checkpoint
 from widecli.cli.console import emit_json, note, stdout_for_document
 from widecli.errors import UsageError
 
@@ -63,13 +61,19 @@ def prepare(
     from widecli.evaluate.evaluation import Evaluation
     from widecli.evaluate.tasks import check_tasks
     from widecli.evaluate.texts import check_texts
+    from widecli.model import checkpoint
     from widecli.recipe.load import load_text
 
-    target, rest = _take_checkpoint(list(arguments or []), newest=flags.get("model") is None)
+    target, rest = options.take_checkpoint(arguments or [])
+    if target is None and flags.get("model") is None:
+        target = options.newest_checkpoint()
+        if target is None:
+            raise UsageError("there is no checkpoint below runs/: name one, or a dense model with --model")
+        note(f"evaluating the newest checkpoint, {target}")
     recipe, _ = options.split_arguments(rest)
     stored = target / "recipe.yaml" if target else None
-    if stored is not None and not stored.is_file():
-        raise UsageError(f"{target} lacks its recipe.yaml; take another checkpoint of the run")
+    if target is not None:
+        checkpoint.refuse_incomplete(target)
     base = str(stored) if stored and recipe is None else None
     if base is not None:
         rest = ["~track.run_dir", *rest]  # that is where the calibration lies
@@ -81,26 +85,6 @@ def prepare(
     check_tasks(section.tasks, data_root=section.data_root, offline=offline)
     check_texts(section.perplexity)
     return Evaluation(model, section, target, with_dense, offline), resolved
-
-
-def _take_checkpoint(arguments: list[str], newest: bool) -> tuple[Path | None, list[str]]:
-    """Split off the argument that is a checkpoint or a run with one; without any, the newest below runs/."""
-    from widecli.model import checkpoint
-
-    for i, argument in enumerate(arguments):
-        path = Path(argument)
-        if "=" not in argument and path.is_dir():
-            return checkpoint.resolve(path), arguments[:i] + arguments[i + 1 :]
-    recipe, _ = options.split_arguments(arguments)
-    if recipe is not None and not options.is_recipe(recipe):
-        raise UsageError(f"{recipe} is neither a checkpoint, a run directory nor a recipe")
-    if not newest:
-        return None, arguments
-    found = newest_checkpoint()
-    if found is None:
-        raise UsageError("there is no checkpoint below runs/: name one, or a dense model with --model")
-    note(f"evaluating the newest checkpoint, {found}")
-    return found, arguments
 
 
 def evaluation_name(job: Evaluation) -> str:
@@ -149,10 +133,8 @@ def run_evaluation(job: Evaluation, resolved: ResolvedRecipe, *, overwrite: bool
     from widecli.track.run import Run
 
     recipe = resolved.recipe.model_copy(update={"model": job.model})
-    if job.checkpoint and recipe.track.run_dir:
-        target = Path(recipe.track.run_dir).expanduser().resolve()
-        if target in (job.checkpoint.resolve(), *job.checkpoint.resolve().parents):
-            raise UsageError(f"{recipe.track.run_dir} holds the checkpoint to evaluate; name another --run-dir")
+    if job.checkpoint:
+        options.refuse_own_directory(recipe.track.run_dir, job.checkpoint)
     run = Run.create(
         "eval",
         evaluation_name(job),

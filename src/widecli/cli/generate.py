@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from widecli.cli import options
-from widecli.cli.checkpoints import newest_checkpoint
 from widecli.cli.console import emit_json, note, stdout_for_document
 from widecli.errors import UsageError
 
@@ -89,7 +88,7 @@ def _load(checkpoint: Path | None, model: str | None, *, dense: bool) -> tuple[I
     if model is not None and checkpoint is not None:
         raise UsageError(f"{checkpoint} names its own model; leave out --model, or the checkpoint")
     if model is None and checkpoint is None:
-        checkpoint = newest_checkpoint()
+        checkpoint = options.newest_checkpoint()
         if checkpoint is None:
             raise UsageError("there is no checkpoint below runs/: name one, or a dense model with --model")
         note(f"the newest checkpoint, {checkpoint}")

@@ -80,8 +80,7 @@ def run_inspection(
     from widecli.evaluate.texts import check_texts
     from widecli.inspection.observe import observe
     from widecli.inspection.statistics import statistics
-    from widecli.model.checkpoint import resolve
-    from widecli.recipe.load import load_text
+    from widecli.model.checkpoint import resolve, section_of
     from widecli.track.run import Run
 
     check_texts([text])
@@ -94,7 +93,7 @@ def run_inspection(
         "inspect", inspection_name(directory, text, tokens), recipe_yaml=recipe, run_dir=run_dir, overwrite=overwrite
     )
     run.write_environment()
-    model = load_text(recipe, str(stored)).model
+    model = section_of(directory)
     seen = observe(directory, model, text, tokens=tokens, data_root=data_root, offline=offline, note=note)
     found = statistics(seen)
     files = write_pictures(run, seen, found, formats)

@@ -6,8 +6,9 @@ A command takes `arguments: Arguments` and the flags it knows, and builds its re
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,6 +50,15 @@ GroupSize = Annotated[
 Mode = Annotated[str | None, typer.Option("--mode", help="wide, token or layer.", rich_help_panel=_RECIPE)]
 Steps = Annotated[int | None, typer.Option("--steps", help="Optimiser steps.", rich_help_panel=_RECIPE)]
 Seed = Annotated[int | None, typer.Option("--seed", help="Seed of order, noise and start.", rich_help_panel=_RECIPE)]
+FreezeRouters = Annotated[
+    bool | None,
+    typer.Option(
+        "--freeze-routers/--train-routers",
+        help="Train the adapter alone, or the routers with it.",
+        rich_help_panel=_RECIPE,
+        show_default=False,
+    ),
+]
 Tasks = Annotated[
     str | None,
     typer.Option("--tasks", help="lm-eval tasks, comma-separated; paper = the paper's seven.", rich_help_panel=_RECIPE),
@@ -85,6 +95,7 @@ FLAG_KEYS: Mapping[str, str] = {
     "sparsity": "budget.sparsity",
     "steps": "train.steps",
     "seed": "train.seed",
+    "freeze_routers": "lora.freeze_routers",
     "tasks": "eval.tasks",
     "limit": "eval.limit",
     "data_root": "eval.data_root",
@@ -109,23 +120,60 @@ def split_arguments(arguments: Sequence[str] | None) -> tuple[str | None, list[s
     return recipe, overrides
 
 
-def recipe_from(arguments: Sequence[str] | None, *, base: str | None = None, **flags: Any) -> ResolvedRecipe:
+def recipe_from(
+    arguments: Sequence[str] | None, *, base: str | None = None, command: str = "calibrate", **flags: Any
+) -> ResolvedRecipe:
     """The recipe that a command line asks for.
 
     Args:
         arguments: the command's positional arguments.
         base: the recipe to start from when none is named (`recipe.load.default_recipe_name`).
+        command: whose recipe a shipped name means when several commands have one of that name.
         flags: values under the names in `FLAG_KEYS`; None = not given.
     """
     from widecli.recipe.load import resolve
 
     recipe, overrides = split_arguments(arguments)
     given = {FLAG_KEYS[name]: value for name, value in flags.items() if value is not None and value != []}
-    resolved = resolve(recipe or base, overrides, given)
+    resolved = resolve(recipe or base, overrides, given, command)
     asked = "budget.sparsity" in given or any(o.startswith("budget.sparsity=") for o in overrides)
     if asked and resolved.recipe.budget.kind == "parts":
         raise UsageError("budget.sparsity means nothing with budget.kind=parts: set budget.attention or budget.ffn.")
     return resolved
+
+
+def take_checkpoint(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Splits off the argument that is a checkpoint or a run with one; raises UsageError for a stranger."""
+    from widecli.model import checkpoint
+
+    rest = list(arguments)
+    for i, argument in enumerate(rest):
+        path = Path(argument)
+        if "=" not in argument and path.is_dir():
+            return checkpoint.resolve(path), rest[:i] + rest[i + 1 :]
+    recipe, _ = split_arguments(rest)
+    if recipe is not None and not is_recipe(recipe):
+        raise UsageError(f"{recipe} is neither a checkpoint, a run directory nor a recipe")
+    return None, rest
+
+
+def newest_checkpoint(accept: Callable[[Path], bool] = lambda _: True) -> Path | None:
+    """The newest checkpoint of the newest run below runs/ that has one which `accept` takes; None without any."""
+    from widecli.model import checkpoint
+
+    for run in sorted(Path("runs").glob("*/"), key=lambda p: p.stat().st_mtime, reverse=True):
+        with contextlib.suppress(UsageError):
+            found = checkpoint.resolve(run)
+            if accept(found):
+                return found
+    return None
+
+
+def refuse_own_directory(target: str | None, checkpoint: Path) -> None:
+    """Refuses to write a run (`--run-dir`) or an export over the checkpoint that it starts from, or its run."""
+    path = checkpoint.resolve()
+    if target and Path(target).expanduser().resolve() in (path, *path.parents):
+        raise UsageError(f"{target} holds the checkpoint {checkpoint}; name another directory")
 
 
 def is_recipe(name: str) -> bool:

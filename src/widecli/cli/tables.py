@@ -14,21 +14,25 @@ WORTH_A_WARNING = 0.05
 _SHADES = " ▁▂▃▄▅▆▇█"
 
 
-def print_calibration(summary: dict[str, Any]) -> None:
-    """What a calibration achieved and where it lies."""
-    table = Table(title="calibrated", title_justify="left", show_header=False)
+def print_training(summary: dict[str, Any]) -> None:
+    """What a training stage achieved and where it lies."""
+    title = {"calibrate": "calibrated", "lora": "adapted"}[summary["command"]]
+    table = Table(title=title, title_justify="left", show_header=False)
     if validation := summary.get("validation"):
         figures = ", ".join(
             f"{when} {validation[when]:.2f}" for when in ("dense", "start", "final") if validation[when] is not None
         )
         table.add_row(f"token perplexity, {validation['text']}", figures)
     table.add_row("budget", targets(summary["budget"]))
+    if adapter := summary.get("adapter"):
+        routers = f"routers {summary['routers']}, objective {summary['objective']}"
+        table.add_row("adapter", f"LoRA, rank {adapter['rank']}, {adapter['parameters']:,} parameters; {routers}")
     _add_skipped(table, summary)
     if speed := summary.get("tokens_per_second"):
         table.add_row("training speed", f"{speed:,.0f} tokens/s")
     console.print(table)
     print_layers(summary.get("layers") or {})
-    if (missed := _undershoot(summary)) > WORTH_A_WARNING:
+    if (missed := _undershoot(summary)) > WORTH_A_WARNING and summary.get("routers") != "frozen":
         warn(f"{missed:.0%} less is skipped than the budget asks for: more steps close the gap")
     note(f"checkpoint: {summary['checkpoint']}")
     note(f"run: {summary['run_dir']}")

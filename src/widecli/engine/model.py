@@ -19,7 +19,6 @@ from widecli.errors import UsageError
 from widecli.model import checkpoint
 from widecli.model.backbone import Backbone, load_backbone
 from widecli.model.plan import ModelShape, PartName, RoutingPlan
-from widecli.model.routed import build_routers
 from widecli.model.router import Router
 
 
@@ -42,27 +41,28 @@ class InferenceModel:
     ) -> InferenceModel:
         """The model of a checkpoint or run directory with its routers, or (`dense`) its backbone alone.
 
-        Raises UsageError when the checkpoint is incomplete, belongs to another backbone or cannot run here.
+        An adapter is merged into the weights. Raises UsageError when the checkpoint is incomplete, belongs to another
+        backbone or cannot run here.
         """
-        from widecli.recipe.load import load_text
-
         directory = checkpoint.resolve(path)
         config = checkpoint.read_config(directory)
-        stored = directory / "recipe.yaml"
-        if not stored.is_file():
-            raise UsageError(f"{directory} lacks its recipe.yaml; take another checkpoint of the run")
-        section = load_text(stored.read_text(), str(stored)).model
+        section = checkpoint.section_of(directory)
+        if dense and config.merged:
+            raise UsageError(
+                f"{directory} is a merged model: for its dense backbone name {config.backbone.id} by --model"
+            )
         if dtype is not None:
             section = section.model_copy(update={"dtype": dtype})
         backbone = load_backbone(section, device)
-        if difference := config.backbone.mismatch(backbone.identity):
-            raise UsageError(
-                f"{directory} was trained on {config.backbone.id}, and {section.name} is another model: {difference}"
-            )
+        routed, adapter = checkpoint.attach(directory, backbone)
+        routed.detach()
         if dense:
+            if adapter is not None:
+                adapter.unload()
             return cls.from_dense(backbone)
-        routers = build_routers(config.plan, backbone.shape)
-        checkpoint.load_routers(directory, routers)
+        if adapter is not None:
+            adapter.merge()
+        routers = routed.routers
         return cls.from_routed(backbone, config.plan, routers)
 
     @classmethod

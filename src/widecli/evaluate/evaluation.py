@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from widecli.errors import UsageError
+from widecli.evaluate.backoff import release_memory
 from widecli.evaluate.dense_cache import DenseCache
 from widecli.evaluate.harness import run_tasks
 from widecli.evaluate.perplexity import measure_perplexity
@@ -17,6 +19,7 @@ from widecli.evaluate.results import average, retention, summarise
 from widecli.evaluate.tasks import load_tasks
 from widecli.model import checkpoint
 from widecli.model.backbone import Backbone, load_backbone
+from widecli.model.identity import BackboneIdentity
 from widecli.model.routed import RoutedModel
 from widecli.recipe.schema import EvalSection, ModelSection
 
@@ -43,24 +46,44 @@ def evaluate(job: Evaluation, note: Note, store: Store) -> dict[str, Any]:
         raise UsageError("nothing to evaluate: name eval.perplexity texts or eval.tasks (paper = the paper's seven)")
     config = checkpoint.read_config(job.checkpoint) if job.checkpoint else None
     tasks = load_tasks(section.tasks, data_root=section.data_root, offline=job.offline) if section.tasks else []
-    note(f"loading {job.model.name}")
-    backbone = load_backbone(job.model)
-    if config and (difference := config.backbone.mismatch(backbone.identity)):
-        raise UsageError(
-            f"{job.checkpoint} was trained on {config.backbone.id}, and {job.model.name} is another model: {difference}"
-        )
-    measure = _Measurement(job, backbone, tasks, note, store)
-    dense = measure.dense() if job.with_dense or config is None else None
+    measurement = partial(_Measurement, job=job, tasks=tasks, note=note, store=store)
     if config is None:
-        assert dense is not None
-        return _summary(job, backbone, dense, None, {"plan": None, "steps": None, "skip_rate": None})
+        backbone = _load(job.model, note)
+        alone = measurement(backbone=backbone).dense()
+        nothing = {"plan": None, "steps": None, "skip_rate": None, "adapter": None, "merged": False}
+        return _summary(job, backbone.identity, alone, None, nothing)
     assert job.checkpoint is not None
-    routed = RoutedModel.attach(backbone.model, config.plan)
-    checkpoint.load_routers(job.checkpoint, routed.routers)
-    found = measure.routed(routed)
+    own = job.model.model_copy(update={"name": str(job.checkpoint), "revision": None})  # weights beside the routers
+    bare = own if config.merged and config.adapter is None else job.model
+    dense = None
+    if job.with_dense or config.merged is None:
+        backbone = _load(bare, note)
+        if difference := config.backbone.mismatch(backbone.identity):
+            raise UsageError(
+                f"{job.checkpoint} was trained on {config.backbone.id}, and {bare.name} is another model: {difference}"
+            )
+        dense = measurement(backbone=backbone).dense() if job.with_dense else None
+        if config.merged and bare is not own:
+            del backbone  # before the next one takes its place in memory
+            release_memory()
+    if config.merged and (bare is not own or not job.with_dense):
+        backbone = _load(own, note)
+    routed, _ = checkpoint.attach(job.checkpoint, backbone)
+    found = measurement(backbone=backbone).routed(routed)
     routed.detach()
-    details = {"plan": config.plan.to_json(), "steps": config.step, "recipe_hash": config.recipe_hash}
-    return _summary(job, backbone, found, dense, details)
+    details = {
+        "plan": config.plan.to_json(),
+        "steps": config.step,
+        "recipe_hash": config.recipe_hash,
+        "adapter": dict(config.adapter) if config.adapter else None,
+        "merged": config.merged is not None,
+    }
+    return _summary(job, config.backbone if config.merged else backbone.identity, found, dense, details)
+
+
+def _load(model: ModelSection, note: Note) -> Backbone:
+    note(f"loading {model.name}")
+    return load_backbone(model)
 
 
 class _Measurement:
@@ -166,7 +189,7 @@ class _Measurement:
 
 def _summary(
     job: Evaluation,
-    backbone: Backbone,
+    backbone: BackboneIdentity,
     found: dict[str, Any],
     dense: dict[str, Any] | None,
     details: dict[str, Any],
@@ -177,8 +200,8 @@ def _summary(
     if compared is not None and found["tasks"]:
         kept = retention(average(found["tasks"]), average(compared["tasks"]))
     return {
-        "model": backbone.identity.id,
-        "backbone": asdict(backbone.identity),
+        "model": backbone.id,
+        "backbone": asdict(backbone),
         "flops_skipped": None,
         **details,
         **found,

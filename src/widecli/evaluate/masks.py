@@ -51,28 +51,22 @@ def write_masks(
     from widecli.evaluate.texts import check_texts, perplexity_text
     from widecli.model import checkpoint
     from widecli.model.backbone import load_backbone
-    from widecli.model.routed import RoutedModel
-    from widecli.recipe.load import load_text
 
     if out.exists():
         raise UsageError(f"{out} exists; name another file")
     check_texts([text])
     folder = checkpoint.resolve(run)
-    config = checkpoint.read_config(folder)
-    section = load_text((folder / "recipe.yaml").read_text(), str(folder / "recipe.yaml")).model
+    section = checkpoint.section_of(folder)
     backbone = load_backbone(section.model_copy(update={"name": model}) if model else section)
-    if difference := config.backbone.mismatch(backbone.identity):
-        raise UsageError(f"{folder} was trained on {config.backbone.id}, this is another model: {difference}")
     label, content = perplexity_text(text, data_root, offline=False)
     encoded = backbone.tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
     if len(encoded) < tokens:
         raise UsageError(f"{text} has {len(encoded)} tokens, fewer than the {tokens} asked for; lower --tokens")
-    routed = RoutedModel.attach(backbone.model, config.plan)
-    checkpoint.load_routers(folder, routed.routers)
+    routed, _ = checkpoint.attach(folder, backbone)
     masks = record_masks(routed, torch.tensor(encoded[:tokens]), window)
     routed.detach()
     partial = out.with_name(f"{out.name}.partial")
-    save_file(masks, partial, metadata={"model": config.backbone.id, "text": label, "window": str(window)})
+    save_file(masks, partial, metadata={"model": backbone.identity.id, "text": label, "window": str(window)})
     partial.replace(out)
     return masks
 

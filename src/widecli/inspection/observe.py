@@ -58,23 +58,16 @@ def observe(
     from widecli.evaluate.texts import perplexity_text
 
     config = checkpoint.read_config(directory)
-    if (directory / "adapter").exists():  # its decisions without the adapter would be another model's
-        raise UsageError(f"{directory} carries an adapter beside its routers; only routers alone can be inspected")
     label, words = perplexity_text(text, data_root, offline)
     note(f"loading {model.name}")
     backbone = load_backbone(model)
-    if difference := config.backbone.mismatch(backbone.identity):
-        raise UsageError(
-            f"{directory} was trained on {config.backbone.id}, and {model.name} is another model: {difference}"
-        )
     # a token is rarely longer than twenty characters: no need to encode a whole book
     encoded = backbone.tokenizer(words[: 20 * tokens + 1000], add_special_tokens=False, verbose=False)["input_ids"]
     ids = encoded[:tokens]
     if len(ids) < 2:
         raise UsageError(f"the text {text} has {len(ids)} tokens: name a longer one with --text")
     note(f"reading {len(ids)} tokens of {label}")
-    routed = RoutedModel.attach(backbone.model, config.plan)
-    checkpoint.load_routers(directory, routed.routers)
+    routed, _ = checkpoint.attach(directory, backbone)
     watched = _Certainty(routed)
     try:
         with torch.no_grad(), routed.tracing(keep_masks=True) as trace:

@@ -54,6 +54,20 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
+def stored_dtype(section: ModelSection) -> str:
+    """The dtype that a model's weights are stored in, by its config; float32 when that does not say."""
+    from transformers import AutoConfig
+
+    options: dict[str, Any] = {"revision": section.revision} if section.revision else {}
+    try:
+        dtype = AutoConfig.from_pretrained(_locate(section.name), **options).dtype
+    except UsageError:
+        raise
+    except Exception as error:
+        raise _explain(section.name, error, local=Path(section.name).expanduser().exists()) from error
+    return "float32" if dtype is None else str(dtype).removeprefix("torch.")
+
+
 def load_backbone(section: ModelSection, device: torch.device | None = None) -> Backbone:
     """Load, freeze and identify the model. Raises UsageError or WideError with one sentence on what is wrong."""
     from transformers.utils import logging

@@ -1,16 +1,17 @@
 """Checkpoint directories: routers, the plan and the backbone they belong to. See `save` for the files.
 
-Loading is strict: a router that is missing, unexpected or misshaped stops with its name. Going on with a random router
-would look like a bad method rather than like the bug it is.
+Loading is strict: a router or an adapter that is missing, unexpected or misshaped stops with its name. Going on with a
+random router would look like a bad method rather than like the bug it is.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -20,9 +21,18 @@ from widecli.model.plan import RoutingPlan
 from widecli.model.router import plain_state
 from widecli.storage import atomic_directory
 
+if TYPE_CHECKING:
+    from widecli.model.adapter import Adapter
+    from widecli.model.backbone import Backbone
+    from widecli.model.routed import RoutedModel
+    from widecli.recipe.schema import ModelSection
+
 SCHEMA = "wide.checkpoint/1"
+# Written when there is more than routers: a version that knows the first schema alone would go on without the adapter.
+SCHEMA_WITH_MORE = "wide.checkpoint/2"
 CONFIG = "wide_config.json"
 ROUTERS = "router.safetensors"
+ADAPTER = "adapter"
 
 
 @dataclass(frozen=True)
@@ -34,16 +44,32 @@ class CheckpointConfig:
     step: int
     recipe_hash: str
     achieved: Mapping[str, Any]  # skip rates and FLOPs as the run measured them, {} before it did
+    adapter: Mapping[str, Any] | None = None  # facts of the LoRA adapter in `adapter/`, or of the one merged
+    origin: Mapping[str, Any] | None = None  # the checkpoint that a second stage began with: see `origin_of`
+    merged: BackboneIdentity | None = None  # the model whose weights lie in this very directory; `backbone` = its base
+
+    @property
+    def adapter_folder(self) -> str | None:
+        """Where the adapter lies, relative to the checkpoint; None when there is none to load."""
+        return ADAPTER if self.adapter is not None and self.merged is None else None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, schema first."""
+        more: dict[str, Any] = {}
+        if self.adapter is not None:
+            more["adapter"] = {**self.adapter, "folder": self.adapter_folder}
+        if self.origin is not None:
+            more["origin"] = dict(self.origin)
+        if self.merged is not None:
+            more["merged"] = asdict(self.merged)
         return {
-            "schema": SCHEMA,
+            "schema": SCHEMA_WITH_MORE if more else SCHEMA,
             "backbone": asdict(self.backbone),
             "plan": self.plan.to_json(),
             "step": self.step,
             "recipe_hash": self.recipe_hash,
             "achieved": dict(self.achieved),
+            **more,
         }
 
 
@@ -97,19 +123,88 @@ def read_config(directory: Path) -> CheckpointConfig:
         raise UsageError(f"{directory} is not a checkpoint: it has no {CONFIG}") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read ({error}); take another checkpoint of the run") from error
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+    if not isinstance(data, dict) or data.get("schema") not in (SCHEMA, SCHEMA_WITH_MORE):
         found = data.get("schema") if isinstance(data, dict) else None
-        raise UsageError(f"{path} has schema {found!r}; this version reads {SCHEMA!r}")
+        raise UsageError(f"{path} has schema {found!r}; this version reads {SCHEMA!r} and {SCHEMA_WITH_MORE!r}")
     try:
+        adapter, merged = data.get("adapter"), data.get("merged")
         return CheckpointConfig(
             backbone=BackboneIdentity(**data["backbone"]),
             plan=RoutingPlan.from_json(data["plan"]),
             step=int(data["step"]),
             recipe_hash=data["recipe_hash"],
             achieved=data["achieved"],
+            adapter={k: v for k, v in adapter.items() if k != "folder"} if adapter else None,
+            origin=data.get("origin"),
+            merged=BackboneIdentity(**merged) if merged else None,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{path} is damaged or from another version ({error}); take another checkpoint") from error
+
+
+def refuse_incomplete(directory: Path) -> None:
+    """Raise UsageError naming a file that a checkpoint lacks: cheap enough to ask before anything is measured."""
+    from widecli.model import adapter
+
+    config = read_config(directory)
+    for name in (ROUTERS, "recipe.yaml"):
+        if not (directory / name).is_file():
+            raise UsageError(f"{directory} lacks its {name}; take another checkpoint of the run")
+    if config.adapter_folder:
+        adapter.refuse_incomplete(directory / config.adapter_folder)
+
+
+def section_of(directory: Path) -> ModelSection:
+    """The recipe's model section that loads a checkpoint's backbone: the trained one, or the merged model beside it.
+
+    Raises UsageError for a checkpoint without its recipe.
+    """
+    from widecli.recipe.load import load_text
+
+    stored = directory / "recipe.yaml"
+    if not stored.is_file():
+        raise UsageError(f"{directory} lacks its recipe.yaml; take another checkpoint of the run")
+    section = load_text(stored.read_text(encoding="utf-8"), str(stored)).model
+    if read_config(directory).merged:
+        section = section.model_copy(update={"name": str(directory), "revision": None})
+    return section
+
+
+def attach(directory: Path, backbone: Backbone) -> tuple[RoutedModel, Adapter | None]:
+    """Hang a checkpoint on its backbone: the adapter, if it has one, and the routers.
+
+    For a merged checkpoint the backbone is the model in the checkpoint's own directory. Raises UsageError when the
+    backbone is another model or a file does not fit.
+    """
+    from widecli.model.adapter import Adapter
+    from widecli.model.routed import RoutedModel
+
+    config = read_config(directory)
+    wanted = config.merged or config.backbone
+    if difference := wanted.mismatch(backbone.identity):
+        raise UsageError(
+            f"{directory} was trained on {wanted.id}, and {backbone.identity.id} is another model: {difference}"
+        )
+    folder = config.adapter_folder
+    adapter = Adapter.load(backbone.model, directory / folder) if folder else None
+    routed = RoutedModel.attach(backbone.model, config.plan)
+    load_routers(directory, routed.routers)
+    return routed, adapter
+
+
+def origin_of(directory: Path) -> dict[str, Any]:
+    """What a second stage records of the checkpoint it begins with: where it lay, and what tells it from others."""
+    config = read_config(directory)
+    try:
+        digest = hashlib.sha256((directory / ROUTERS).read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise UsageError(f"{directory / ROUTERS} cannot be read ({error}); take another checkpoint") from error
+    return {
+        "checkpoint": str(directory),
+        "recipe_hash": config.recipe_hash,
+        "step": config.step,
+        "routers_hash": digest,
+    }
 
 
 def load_routers(directory: Path, routers: nn.ModuleDict) -> None:
@@ -146,11 +241,12 @@ def _key_problems(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -
 def model_card(config: CheckpointConfig) -> str:
     """A short README for the checkpoint directory."""
     plan = config.plan
+    held = "the routers" + (" and, in adapter/, a plain PEFT adapter" if config.adapter else "")
     lines = [
-        f"# Routers for {config.backbone.id}",
+        f"# {'Routers and a LoRA adapter' if config.adapter else 'Routers'} for {config.backbone.id}",
         "",
         "Every token of this model chooses, layer by layer, which attention-head groups and FFN-channel groups to run.",
-        "This directory holds the routers; the backbone is loaded from where it was.",
+        f"This directory holds {held}; the backbone is loaded from where it was.",
         "",
         "| | |",
         "|---|---|",
@@ -162,6 +258,11 @@ def model_card(config: CheckpointConfig) -> str:
         f"| router rank | {plan.rank} |",
         f"| steps | {config.step} |",
     ]
+    if config.adapter:
+        lines.append(
+            f"| adapter | LoRA, rank {config.adapter['rank']}, alpha {config.adapter['alpha']}, on "
+            f"{', '.join(config.adapter['targets'])} |"
+        )
     if rate := config.achieved.get("skip_rate"):
         shown = ", ".join(f"{k} {v:.1%}" for k, v in rate.items() if v is not None)
         lines.append(f"| skip rate | {shown} |")

@@ -19,7 +19,7 @@ class Family:
     """Attribute paths, relative to the causal LM (the first block) and to a decoder layer (the rest).
 
     Routing a Hugging Face model needs the two norms and outputs; the inference engine needs the other names too. The
-    query and key norms stand only in some families.
+    query and key norms stand only in some families. `linears`: a layer's linear modules, which LoRA adapts.
     """
 
     decoder: str = "model"
@@ -41,6 +41,7 @@ class Family:
     key_norm: str = "self_attn.k_norm"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
+    linears: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 LLAMA_NAMES = Family()

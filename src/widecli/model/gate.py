@@ -38,6 +38,12 @@ def gumbel_gate(logits: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
     return hard + (soft - soft.detach())  # the bracket is exactly 0, so the value stays exactly 0 or 1
 
 
+def noise_seed(*key: int | str) -> int:
+    """A generator's seed (63 bits) from what the draw belongs to: recipe seed, step, row and, if need be, a purpose."""
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
 def logistic_noise(seed: int, step: int, rows: Sequence[int], tokens: int, groups: int, device: torch.device) -> Tensor:
     """Noise [len(rows), tokens, groups], fp32, for the sequences `rows` of the global batch of `step`.
 
@@ -48,8 +54,7 @@ def logistic_noise(seed: int, step: int, rows: Sequence[int], tokens: int, group
     generator = torch.Generator(device)
     out = torch.empty(len(rows), tokens, groups, device=device, dtype=torch.float32)
     for i, row in enumerate(rows):
-        digest = hashlib.blake2b(f"{seed}/{step}/{row}".encode(), digest_size=8).digest()
-        generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+        generator.manual_seed(noise_seed(seed, step, row))
         torch.rand(tokens, groups, generator=generator, out=out[i])
     uniform = out.clamp_(UNIFORM_EPS, 1 - UNIFORM_EPS)
     return torch.logit(uniform)

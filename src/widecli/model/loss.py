@@ -1,4 +1,4 @@
-"""Next-token cross-entropy without the full logits: the head runs over chunks of tokens.
+"""Next-token cross-entropy and distillation without the full logits: the head runs over chunks of tokens.
 
 With 32 x 1024 tokens and 49k words the fp32 logits alone take 6.4 GB. The head is frozen, so its only gradient is the
 one towards the hidden states; it is computed in the forward pass, chunk by chunk, and nothing wide is kept.
@@ -46,9 +46,54 @@ def chunk_loss_and_gradient(hidden: Tensor, weight: Tensor, targets: Tensor, cou
     return loss, error.to(hidden.dtype) @ weight
 
 
+class _ChunkedDistillation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, teacher: Tensor, weight: Tensor, targets: Tensor, counted: Tensor, compiled: bool
+    ) -> tuple[Tensor, Tensor]:
+        chunk = max(1, CHUNK_BYTES // (2 * 4 * weight.shape[0]))  # the teacher's logits and the student's
+        step = _compiled_distillation() if compiled else chunk_distillation
+        total = torch.zeros(2, dtype=torch.float32, device=hidden.device)
+        gradient = torch.empty_like(hidden)
+        for start in range(0, hidden.shape[0], chunk):
+            part = slice(start, start + chunk)
+            sums, gradient[part] = step(hidden[part], teacher[part], weight, targets[part], counted[part])
+            total += sums
+        ctx.save_for_backward(gradient)
+        divergence, cross_entropy = total.unbind()
+        ctx.mark_non_differentiable(cross_entropy)
+        return divergence, cross_entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grads[0].to(gradient.dtype), None, None, None, None, None
+
+
+def chunk_distillation(
+    hidden: Tensor, teacher: Tensor, weight: Tensor, targets: Tensor, counted: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Sums [2] over the `counted` rows of one chunk (fp32): KL(teacher, student) and the student's cross-entropy.
+
+    Also the gradient of the first towards `hidden`.
+    """
+    student = (hidden @ weight.T).float().log_softmax(-1)
+    wanted = (teacher @ weight.T).float().log_softmax(-1)
+    probabilities = wanted.exp()
+    divergence = ((probabilities * (wanted - student)).sum(-1) * counted).sum()
+    cross_entropy = -(student.gather(-1, targets.unsqueeze(-1)).squeeze(-1) * counted).sum()
+    error = (student.exp() - probabilities) * counted.unsqueeze(-1)
+    return torch.stack([divergence, cross_entropy]), error.to(hidden.dtype) @ weight
+
+
 @cache
 def _compiled_chunk() -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
     return torch.compile(chunk_loss_and_gradient, dynamic=False)
+
+
+@cache
+def _compiled_distillation() -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    return torch.compile(chunk_distillation, dynamic=False)
 
 
 def next_token_loss(
@@ -60,10 +105,28 @@ def next_token_loss(
     A prediction counts when both the token and the one it predicts are real. The mask decides, never a token id: the
     padding token is often the end-of-text token.
     """
-    inputs, targets = hidden[:, :-1].reshape(-1, hidden.shape[-1]), input_ids[:, 1:].reshape(-1)
-    if valid is None:
-        counted = torch.ones_like(targets, dtype=torch.float32)
-    else:
-        counted = (valid[:, :-1] & valid[:, 1:]).reshape(-1).float()
+    inputs, targets, counted = _predictions(hidden, input_ids, valid)
     loss: Tensor = _ChunkedCrossEntropy.apply(inputs, weight, targets, counted, compiled)  # type: ignore[no-untyped-call]
     return loss
+
+
+def distillation_loss(
+    hidden: Tensor, teacher: Tensor, weight: Tensor, input_ids: Tensor, valid: Tensor | None, compiled: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Sums over the predictions, fp32: KL divergence from the teacher's words to the student's, and the LM loss.
+
+    `teacher` [B, T, D] are the teacher's hidden states in front of the same head; the LM loss carries no gradient. The
+    rest as for `next_token_loss`.
+    """
+    inputs, targets, counted = _predictions(hidden, input_ids, valid)
+    wanted = teacher[:, :-1].reshape(-1, teacher.shape[-1])
+    losses: tuple[Tensor, Tensor] = _ChunkedDistillation.apply(inputs, wanted, weight, targets, counted, compiled)  # type: ignore[no-untyped-call]
+    return losses
+
+
+def _predictions(hidden: Tensor, input_ids: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states that predict a token [N, D], that token [N], and 1 where the prediction counts [N]."""
+    inputs, targets = hidden[:, :-1].reshape(-1, hidden.shape[-1]), input_ids[:, 1:].reshape(-1)
+    if valid is None:
+        return inputs, targets, torch.ones_like(targets, dtype=torch.float32)
+    return inputs, targets, (valid[:, :-1] & valid[:, 1:]).reshape(-1).float()

@@ -25,8 +25,11 @@ def shipped_recipes() -> dict[str, Path]:
     return {p.relative_to(root).with_suffix("").as_posix(): p for p in sorted(root.rglob("*.yaml"))}
 
 
-def find_recipe(name: str) -> Path:
-    """The file behind a path or a shipped name; raises UsageError with the closest names."""
+def find_recipe(name: str, command: str = "calibrate") -> Path:
+    """The file behind a path or a shipped name; raises UsageError with the closest names.
+
+    A name without its folder means the recipe of `command` when several commands have one of that name.
+    """
     path = Path(name).expanduser()
     if path.is_file():
         return path
@@ -36,12 +39,15 @@ def find_recipe(name: str) -> Path:
     wanted = name.removeprefix("recipes/").removesuffix(".yaml")
     if wanted in shipped:
         return shipped[wanted]
+    if f"{command}/{wanted}" in shipped:
+        return shipped[f"{command}/{wanted}"]
     same_stem = [key for key in shipped if key.rsplit("/", 1)[-1] == wanted]
     if len(same_stem) == 1:
         return shipped[same_stem[0]]
     if same_stem:
         raise UsageError(f"The recipe name {name!r} fits {' and '.join(same_stem)}; name one of them.")
-    by_name = {**{key.rsplit("/", 1)[-1]: key for key in shipped}, **{key: key for key in shipped}}
+    own_last = sorted(shipped, key=lambda key: key.startswith(f"{command}/"))  # the last of a name counts
+    by_name = {**{key.rsplit("/", 1)[-1]: key for key in own_last}, **{key: key for key in shipped}}
     close = list(dict.fromkeys(by_name[n] for n in difflib.get_close_matches(wanted, by_name, n=3, cutoff=0.6)))
     hint = f"did you mean {' or '.join(close)}?" if close else f"shipped ones are {', '.join(shipped)}."
     raise UsageError(f"There is no recipe {name!r}, neither as a file nor as a shipped name; {hint}")

@@ -30,7 +30,7 @@ from widecli.recipe.keys import (
     section_keys,
     suggestion,
 )
-from widecli.recipe.schema import Recipe
+from widecli.recipe.schema import LoraSection, Recipe
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,10 @@ def default_recipe_name(cuda: bool) -> str | None:
 
 
 def resolve(
-    recipe: str | None, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None
+    recipe: str | None,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, object] | None = None,
+    command: str = "calibrate",
 ) -> ResolvedRecipe:
     """Builds the recipe that a command runs.
 
@@ -60,6 +63,7 @@ def resolve(
         recipe: a path, a name below `recipes/` (`smollm2_s50_g64`, `calibrate/smollm2_s50_g64`), or None = defaults.
         overrides: `key=value` (value in YAML) and `~key` (or `~section`) in the order given.
         flags: dotted key -> value; None means that the flag was not given.
+        command: whose recipe a shipped name means when several commands have one of that name.
 
     Raises:
         UsageError: an unknown recipe or key, an unreadable file, or a value that is not valid.
@@ -68,7 +72,7 @@ def resolve(
     provenance: dict[str, str] = {}
     source = "defaults"
     if recipe is not None:
-        path = find_recipe(recipe)
+        path = find_recipe(recipe, command)
         source = shown_path(path)
         tree = read_with_base(path, provenance)
     for override in overrides:
@@ -85,8 +89,10 @@ def resolve(
 
 
 def recipe_hash(recipe: Recipe) -> str:
-    """First 8 hex digits of the SHA-256 of everything but `track`."""
-    canonical = json.dumps(recipe.model_dump(mode="json", exclude={"track"}), sort_keys=True, separators=(",", ":"))
+    """First 8 hex digits of the SHA-256 of everything but `track`; a `lora` section at its defaults leaves no trace."""
+    # calibrations do not read `lora`, and those from before it existed keep their names
+    without = {"track"} | ({"lora"} if recipe.lora == LoraSection() else set())
+    canonical = json.dumps(recipe.model_dump(mode="json", exclude=without), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:8]
 
 

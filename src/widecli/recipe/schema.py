@@ -116,7 +116,7 @@ class TrainSection(Section):
     micro_batch_size: PositiveInt | None = Field(
         None, description="sequences in one forward; default: halved on out-of-memory until it fits"
     )
-    learning_rate: Annotated[float, Field(gt=0)] = Field(2e-3, description="peak, reached after the warm-up")
+    learning_rate: Annotated[float, Field(gt=0)] = Field(2e-3, description="routers' peak, reached after the warm-up")
     warmup_ratio: Fraction = Field(0.1, description="share of the steps with a rising learning rate")
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
@@ -139,6 +139,21 @@ class TrainSection(Section):
                 f"train.micro_batch_size={self.micro_batch_size} is larger than train.batch_size={self.batch_size}"
             )
         return self
+
+
+class LoraSection(Section):
+    """The second stage: a LoRA adapter on the linear layers while the routers train on."""
+
+    rank: PositiveInt = Field(16, description="rank of the adapter's matrices")
+    alpha: PositiveInt = Field(32, description="the adapter's output is scaled by alpha / rank")
+    dropout: Fraction = Field(0.1, description="dropout on the adapter's input")
+    learning_rate: Annotated[float, Field(gt=0)] = Field(
+        2e-4, description="peak for the adapter; train.learning_rate is the routers'"
+    )
+    freeze_routers: bool = Field(False, description="train the adapter alone, under the decisions of inference")
+    objective: Literal["lm", "distill"] = Field(
+        "lm", description="lm = next-token loss; distill = KL divergence to the dense model's predictions"
+    )
 
 
 class EvalSection(Section):
@@ -177,5 +192,6 @@ class Recipe(Section):
     routing: RoutingSection = RoutingSection()
     budget: BudgetSection = BudgetSection()
     train: TrainSection = TrainSection()
+    lora: LoraSection = LoraSection()
     eval: EvalSection = EvalSection()
     track: TrackSection = TrackSection()

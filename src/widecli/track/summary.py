@@ -13,6 +13,7 @@ SUMMARY_SCHEMA = "wide.summary/1"
 _ROUTED = ("model", "plan", "skip_rate", "flops_skipped", "steps", "tokens_per_second", "checkpoint")
 REQUIRED_KEYS: Mapping[str, tuple[str, ...]] = {
     "calibrate": _ROUTED,
+    "lora": (*_ROUTED, "adapter", "objective", "routers", "origin"),
     "eval": (*_ROUTED, "perplexity", "tasks", "average", "retention", "dense"),
     "inspect": ("model", "plan", "skip_rate", "flops_skipped", "steps", "checkpoint", "text", "tokens", "layers"),
 }

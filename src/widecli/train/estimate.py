@@ -1,4 +1,4 @@
-"""What a calibration will take, from shapes alone: FLOPs, memory and time. Figures are estimates and say so."""
+"""What a training stage will take, from shapes alone: FLOPs, memory and time. Figures are estimates and say so."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class Estimate:
     """Sizes in bytes, FLOPs of the whole run."""
 
     router_parameters: int
+    adapter_parameters: int
     backbone_parameters: int
     groups_per_token: int
     tokens: int
@@ -41,8 +42,8 @@ class Estimate:
         return self.flops / flops_per_second
 
 
-def estimate(recipe: Recipe, shape: ModelShape, plan: RoutingPlan, *, value_bytes: int) -> Estimate:
-    """Estimate a calibration; `value_bytes` is the size of one backbone value (2 for bf16)."""
+def estimate(recipe: Recipe, shape: ModelShape, plan: RoutingPlan, *, value_bytes: int, lora: bool = False) -> Estimate:
+    """Estimate a calibration or, with `lora`, the second stage; `value_bytes` of one backbone value (2 for bf16)."""
     layers = plan.layers(shape)
     counts = [n for x in layers for n in ([1] if x.shared else [g for g in (x.attention_groups, x.ffn_groups) if g])]
     width, rank = shape.hidden_size, plan.rank
@@ -52,17 +53,21 @@ def estimate(recipe: Recipe, shape: ModelShape, plan: RoutingPlan, *, value_byte
     forward = shape.num_hidden_layers * sum(part_flops(shape, p, length) for p in PARTS) + fixed_flops(shape)
     forward += router_flops(shape, rank, layers)
     passes = 3 if recipe.train.activation_checkpointing else 2  # frozen weights need no gradient of their own
+    passes += lora and recipe.lora.objective == "distill"  # the teacher's pass
+    adapter = _adapter_parameters(recipe, shape) if lora else 0
+    trained = adapter + (0 if lora and recipe.lora.freeze_routers else routers)
     micro_tokens = (recipe.train.micro_batch_size or recipe.train.batch_size) * length
     parameters = _backbone_parameters(shape)
     return Estimate(
         router_parameters=routers,
+        adapter_parameters=adapter,
         backbone_parameters=parameters,
         groups_per_token=sum(counts),
         tokens=tokens,
         flops=forward * passes * tokens,
         weights_bytes=float(parameters * value_bytes),
-        activations_bytes=_activation_bytes(recipe, shape, sum(counts), micro_tokens, value_bytes),
-        trainable_bytes=float(routers * 4 * _OPTIMIZER_COPIES),
+        activations_bytes=_activation_bytes(recipe, shape, sum(counts), micro_tokens, value_bytes, lora),
+        trainable_bytes=float(trained * 4 * _OPTIMIZER_COPIES),
     )
 
 
@@ -74,7 +79,17 @@ def _backbone_parameters(shape: ModelShape) -> int:
     return shape.num_hidden_layers * layer + embeddings
 
 
-def _activation_bytes(recipe: Recipe, shape: ModelShape, groups: int, tokens: int, value_bytes: int) -> float:
+def _adapter_parameters(recipe: Recipe, shape: ModelShape) -> int:
+    """Both matrices on q, k, v, o, gate, up and down of every layer."""
+    width, inner = shape.hidden_size, shape.intermediate_size
+    query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    ends = 2 * (width + query) + 2 * (width + key) + 3 * (width + inner)
+    return shape.num_hidden_layers * recipe.lora.rank * ends
+
+
+def _activation_bytes(
+    recipe: Recipe, shape: ModelShape, groups: int, tokens: int, value_bytes: int, lora: bool
+) -> float:
     """Tensors kept for the backward pass of one micro-batch, plus one chunk of logits."""
     from widecli.model.loss import CHUNK_BYTES
 
@@ -83,6 +98,9 @@ def _activation_bytes(recipe: Recipe, shape: ModelShape, groups: int, tokens: in
     layer = eager_layer * (
         0.56 if recipe.train.compile is not False else 1.0
     )  # measured: fused kernels keep fewer tensors
+    if lora:  # what dropout left of each linear layer's input, and where it dropped
+        inputs = 5 * shape.hidden_size + shape.num_attention_heads * shape.head_dim + shape.intermediate_size
+        layer += inputs * (value_bytes + 1)
     if recipe.train.activation_checkpointing:
         kept = shape.num_hidden_layers * shape.hidden_size * value_bytes + layer
     else:

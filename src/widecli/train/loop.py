@@ -1,14 +1,14 @@
-"""The optimisation loop: routers learn, everything else is frozen.
+"""The optimisation loop: what learns is a `Trainables`, everything else is frozen.
 
 One step = forward and backward over the micro-batches of one global batch, one AdamW update. A step is a function of
-(routers, optimiser moments, step number), which is what makes resuming exact.
+(what learns, optimiser moments, step number), which is what makes resuming exact.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,13 @@ from torch import Tensor
 
 from widecli.errors import WideError
 from widecli.model.budget import Budget
-from widecli.model.gate import Gumbel, logistic_noise
-from widecli.model.loss import next_token_loss
+from widecli.model.gate import Gumbel, logistic_noise, noise_seed
+from widecli.model.loss import distillation_loss, next_token_loss
 from widecli.model.routed import RoutedModel
 from widecli.train.schedules import budget_share, learning_rate, temperature
 
 if TYPE_CHECKING:
+    from widecli.model.adapter import Adapter
     from widecli.recipe.schema import TrainSection
 
 Fetch = Callable[[int, Sequence[int]], tuple[Tensor, Tensor | None]]
@@ -42,25 +43,59 @@ class StepRecord:
     skip_attention: float | None
     skip_ffn: float | None
     grad_norm: float
-    learning_rate: float
-    temperature: float
+    learning_rate: float | None  # the routers'; None = they are frozen
+    temperature: float | None  # None = decided by argmax
     tokens_per_second: float
+    lora_learning_rate: float | None = None
+    distill_loss: float | None = None  # KL divergence from the dense model, nats a predicted token
+
+
+@dataclass(frozen=True)
+class Trainables:
+    """What a stage trains: the routers, an adapter, or both, and whether the dense model teaches."""
+
+    routers: bool = True
+    adapter: Adapter | None = None
+    adapter_learning_rate: float = 0.0
+    distill: bool = False
+
+
+ROUTERS_ALONE = Trainables()
 
 
 class Trainer:
-    """Trains the routers of a `RoutedModel`. `fetch` hands it any rows of any step's batch."""
+    """Trains the routers of a `RoutedModel`, its adapter, or both. `fetch` hands it any rows of any step's batch.
+
+    Frozen routers decide by argmax, as in inference: noise is there for them to learn from.
+    """
 
     def __init__(
-        self, routed: RoutedModel, budget: Budget, settings: TrainSection, fetch: Fetch, sequence_length: int
+        self,
+        routed: RoutedModel,
+        budget: Budget,
+        settings: TrainSection,
+        fetch: Fetch,
+        sequence_length: int,
+        trainables: Trainables = ROUTERS_ALONE,
     ) -> None:
         self.routed = routed
         self.budget = budget
         self.settings = settings
         self.fetch = fetch
         self.device = next(routed.decoder.parameters()).device
-        self.parameters = dict(routed.routers.named_parameters())
+        self.trainables = trainables
+        self.adapter = trainables.adapter
+        routed.routers.requires_grad_(trainables.routers)
+        routers = dict(routed.routers.named_parameters()) if trainables.routers else {}
+        adapted = self.adapter.named_parameters() if self.adapter else {}
+        self.parameters = {**routers, **{f"adapter.{name}": p for name, p in adapted.items()}}
+        groups: list[dict[str, Any]] = []
+        if routers:
+            groups.append({"params": list(routers.values()), "peak": settings.learning_rate})
+        if adapted:
+            groups.append({"params": list(adapted.values()), "peak": trainables.adapter_learning_rate})
         self.optimizer = torch.optim.AdamW(
-            self.parameters.values(),
+            groups,
             lr=settings.learning_rate,
             weight_decay=settings.weight_decay,
             fused=self.device.type == "cuda",
@@ -84,10 +119,15 @@ class Trainer:
             # the re-entrant kind would lose the gradient of the masks, which leave the layer on the side
             backbone.gradient_checkpointing_enable({"use_reentrant": False})
             backbone.train()  # Hugging Face checkpoints in training mode only
-        if self.settings.scale_features:
+        if self.settings.scale_features and self.trainables.routers:
             self._scale_features()
         try:
-            with self.routed.compiled_layers(self.compiled, dynamic=False):
+            with ExitStack() as stack:
+                if self.adapter:
+                    stack.enter_context(self.adapter.training())
+                    devices = [self.device] if self.device.type == "cuda" else []
+                    stack.enter_context(torch.random.fork_rng(devices=devices))  # dropout draws from it
+                stack.enter_context(self.routed.compiled_layers(self.compiled, dynamic=False))
                 yield
         finally:
             for decision in self.routed.decisions.values():
@@ -110,18 +150,18 @@ class Trainer:
         Records come in blocks on a GPU: reading a loss waits for the device, so it happens every tenth step.
         """
         with self._training():
-            pending: list[tuple[int, Tensor, float, float]] = []
+            pending: list[tuple[int, Tensor]] = []
             started = time.perf_counter()
             tokens = 0
             for step in range(first, last):
-                measured, lr, tau, count = self._step(step)
+                measured, count = self._step(step)
                 tokens += count
-                pending.append((step, measured, lr, tau))
+                pending.append((step, measured))
                 if step == first or self.at_block_end(step + 1):
-                    values = torch.stack([m for _, m, _, _ in pending]).cpu().tolist()
+                    values = torch.stack([m for _, m in pending]).cpu().tolist()
                     seconds = time.perf_counter() - started
-                    for (done, _, lr_then, tau_then), row in zip(pending, values, strict=True):
-                        yield self._record(done, row, lr_then, tau_then, tokens / seconds)
+                    for (done, _), row in zip(pending, values, strict=True):
+                        yield self._record(done, row, tokens / seconds)
                     pending.clear()
                     started, tokens = time.perf_counter(), 0
 
@@ -130,8 +170,8 @@ class Trainer:
         block = 10 if self.device.type == "cuda" else 1
         return done % block == 0 or done == self.settings.steps or done % self.settings.save_every == 0
 
-    def _record(self, step: int, row: list[float], lr: float, tau: float, speed: float) -> StepRecord:
-        lm, distance, attention, ffn, norm = row
+    def _record(self, step: int, row: list[float], speed: float) -> StepRecord:
+        lm, distance, attention, ffn, divergence, norm = row
         if not (abs(lm) < float("inf") and abs(norm) < float("inf")):
             raise WideError(
                 f"the loss is not finite at step {step + 1} (loss {lm}, gradient norm {norm}); the last checkpoint is "
@@ -145,18 +185,26 @@ class Trainer:
             skip_attention=attention if "attention" in parts else None,
             skip_ffn=ffn if "ffn" in parts else None,
             grad_norm=norm,
-            learning_rate=lr,
-            temperature=tau,
+            learning_rate=self._learning_rate(step, self.settings.learning_rate) if self.trainables.routers else None,
+            temperature=self._temperature_at(step) if self.trainables.routers else None,
             tokens_per_second=speed,
+            lora_learning_rate=(
+                self._learning_rate(step, self.trainables.adapter_learning_rate) if self.adapter else None
+            ),
+            distill_loss=divergence if self.trainables.distill else None,
         )
 
-    def _step(self, step: int) -> tuple[Tensor, float, float, int]:
+    def _learning_rate(self, step: int, peak: float) -> float:
+        return learning_rate(step, self.settings.steps, peak, self.settings.warmup_ratio)
+
+    def _temperature_at(self, step: int) -> float:
         settings = self.settings
-        lr = learning_rate(step, settings.steps, settings.learning_rate, settings.warmup_ratio)
-        tau = temperature(step, settings.steps, settings.temperature_start, settings.temperature_end)
+        return temperature(step, settings.steps, settings.temperature_start, settings.temperature_end)
+
+    def _step(self, step: int) -> tuple[Tensor, int]:
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self._temperature.fill_(tau)
+            group["lr"] = self._learning_rate(step, group["peak"])
+        self._temperature.fill_(self._temperature_at(step))
         while True:
             try:
                 measured, tokens = self._accumulate(step)
@@ -172,19 +220,19 @@ class Trainer:
             torch.cuda.empty_cache()
         if not self._gradients_checked:
             self._check_gradients()
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), settings.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return torch.cat([measured, norm.detach().reshape(1).float()]), lr, tau, tokens
+        return torch.cat([measured, norm.detach().reshape(1).float()]), tokens
 
     def _accumulate(self, step: int) -> tuple[Tensor, int]:
-        """Backward over the whole batch; returns [LM loss, budget distance, both parts' rates] and its tokens."""
+        """Backward over the whole batch; returns [LM loss, budget distance, both rates, divergence] and its tokens."""
         rows = range(self.settings.batch_size)
         ids, valid = self.fetch(step, rows)
         # what divides the sums is known before the first micro-batch: sums of all of them over the count of all
         predictions = ids[:, 1:].numel() if valid is None else int((valid[:, :-1] & valid[:, 1:]).sum())
         tokens = ids.numel() if valid is None else int(valid.sum())
-        measured = torch.zeros(4, device=self.device)
+        measured = torch.zeros(5, device=self.device)
         for start in range(0, len(rows), self.micro_batch_size):
             part = slice(start, start + self.micro_batch_size)
             share_valid = None if valid is None else valid[part]
@@ -200,16 +248,40 @@ class Trainer:
         routed = self.routed
         ids = ids.to(self.device, non_blocking=True)
         valid = None if valid is None else valid.to(self.device, non_blocking=True)
-        noise = logistic_noise(self.settings.seed, step, rows, ids.shape[1], routed.total_groups, self.device)
-        routed.set_gate(Gumbel(self._temperature, noise))
-        with routed.tracing() as trace:
+        teacher = self._dense_hidden(ids, valid) if self.trainables.distill else None
+        if self.trainables.routers:
+            noise = logistic_noise(self.settings.seed, step, rows, ids.shape[1], routed.total_groups, self.device)
+            routed.set_gate(Gumbel(self._temperature, noise))
+        with ExitStack() as stack:
+            if self.adapter:
+                # recomputation under activation checkpointing restores the generator, so it drops the same
+                torch.manual_seed(noise_seed(self.settings.seed, step, rows[0], "dropout"))
+                stack.enter_context(self.adapter.autocast())
+            trace = stack.enter_context(routed.tracing())
             hidden = routed.decoder(input_ids=ids, attention_mask=valid, use_cache=False).last_hidden_state
-        lm = next_token_loss(hidden, routed.lm_head.weight, ids, valid, compiled=self.compiled) / predictions
+        head = routed.lm_head.weight
+        if teacher is None:
+            lm = objective = next_token_loss(hidden, head, ids, valid, compiled=self.compiled) / predictions
+            divergence = torch.zeros_like(lm)
+        else:
+            sums = distillation_loss(hidden, teacher, head, ids, valid, compiled=self.compiled)
+            divergence, lm = (loss / predictions for loss in sums)
+            objective = divergence
         distance = self._budget_at(step).distance(trace) * share
-        torch.autograd.backward(lm + self.budget.weight * distance)
+        torch.autograd.backward(objective + self.budget.weight * distance)
         with torch.no_grad():
             rates = [trace.layer_rates(p).mean() * share for p in ("attention", "ffn")]
-            return torch.stack([lm.detach(), distance.detach(), *rates]).float()
+            return torch.stack([lm.detach(), distance.detach(), *rates, divergence.detach()]).float()
+
+    @torch.no_grad()
+    def _dense_hidden(self, ids: Tensor, valid: Tensor | None) -> Tensor:
+        """The teacher's last hidden states: nothing skipped, no adapter."""
+        with ExitStack() as stack:
+            if self.adapter:
+                stack.enter_context(self.adapter.disabled())
+            stack.enter_context(self.routed.dense())
+            hidden: Tensor = self.routed.decoder(input_ids=ids, attention_mask=valid, use_cache=False).last_hidden_state
+        return hidden
 
     def _budget_at(self, step: int) -> Budget:
         """The budget with its targets as the ramp has them at this step."""
@@ -218,8 +290,15 @@ class Trainer:
 
     @torch.no_grad()
     def _check_gradients(self) -> None:
-        """Every trainable tensor must have got a gradient in the first step: a broken graph is silent otherwise."""
-        missing = [n for n, p in self.parameters.items() if p.grad is None or not bool(p.grad.any())]
+        """Every trainable tensor must have got a gradient in the first step: a broken graph is silent otherwise.
+
+        The adapter's may be zero here and there: its A matrices start with B = 0, and a layer can skip a whole part.
+        """
+        grads = {name: p.grad for name, p in self.parameters.items()}
+        missing = [n for n, g in grads.items() if g is None or not (n.startswith("adapter.") or bool(g.any()))]
+        adapted = [g for n, g in grads.items() if n.startswith("adapter.") and g is not None]
+        if adapted and not any(bool(g.any()) for g in adapted):
+            missing.append("the adapter")
         if missing:
             raise WideError(f"no gradient reached {', '.join(missing[:5])} ({len(missing)} tensors); this is a bug")
         self._gradients_checked = True

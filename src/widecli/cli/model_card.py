@@ -1,0 +1,157 @@
+"""The model card of an export: what it is, how to use it, and what the runs behind it measured. Each figure names its
+run; what was not measured is not there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from widecli.model.checkpoint import CheckpointConfig
+    from widecli.model.export import MergeCheck
+
+
+def card(source: Path, config: CheckpointConfig, *, merged: bool, check: MergeCheck | None = None) -> str:
+    """Markdown with the Hub's front matter, for an export of the checkpoint `source`."""
+    base = config.backbone.id
+    lines = ["---", "library_name: transformers", "tags: [wide, dynamic-width-pruning]"]
+    if not Path(base).exists() and "/" in base:
+        lines.append(f"base_model: {base}")
+    lines += ["---", "", f"# {base}, routed" + (", with a LoRA adapter" if config.adapter else ""), ""]
+    lines += [
+        "Every token chooses, layer by layer, which attention-head groups and FFN-channel groups to run (token-level "
+        "dynamic width pruning, arXiv 2607.28418).",
+        "",
+        *_contents(config, merged),
+        "",
+        *_facts(config),
+        "",
+        *_measured(source, config),
+    ]
+    if check is not None:
+        lines += ["", "## Merged beside unmerged", "", _compared(check)]
+    return "\n".join(lines) + "\n"
+
+
+def _contents(config: CheckpointConfig, merged: bool) -> Iterator[str]:
+    if not merged:
+        yield "Here are the routers (`router.safetensors`)" + (
+            " and a plain PEFT adapter (`adapter/`)." if config.adapter else "."
+        )
+        yield f"They need their base model, {config.backbone.id}: `wide eval FOLDER` loads it from there."
+        return
+    adapter = " with the adapter merged into its weights" if config.adapter else ""
+    yield f"Here are a whole model{adapter} and its routers (`router.safetensors`). `wide eval FOLDER` measures both."
+    yield ""
+    yield "Loaded by transformers alone the model runs dense: nothing is skipped until the routers are attached."
+    yield ""
+    yield "```python"
+    yield "from pathlib import Path"
+    yield ""
+    yield "from widecli.model import checkpoint"
+    yield "from widecli.model.backbone import load_backbone"
+    yield "from widecli.recipe.schema import ModelSection"
+    yield ""
+    yield 'backbone = load_backbone(ModelSection(name="FOLDER"))'
+    yield 'routed, _ = checkpoint.attach(Path("FOLDER"), backbone)  # backbone.model now routes'
+    yield "```"
+
+
+def _facts(config: CheckpointConfig) -> Iterator[str]:
+    plan = config.plan
+    yield "| | |"
+    yield "|---|---|"
+    yield f"| base model | {config.backbone.id}" + (
+        f" @ {config.backbone.revision} |" if config.backbone.revision else " |"
+    )
+    yield f"| mode | {plan.mode}, parts {plan.parts}, tap {plan.tap} |"
+    yield f"| group sizes | {plan.attention_group_size} query heads, {plan.ffn_group_size} FFN channels |"
+    yield f"| router rank | {plan.rank} |"
+    if config.adapter:
+        yield f"| adapter | LoRA, rank {config.adapter['rank']}, alpha {config.adapter['alpha']} |"
+    yield f"| steps | {config.step} |"
+
+
+def _measured(source: Path, config: CheckpointConfig) -> Iterator[str]:
+    yield "## Measured"
+    yield ""
+    training = [found for found in (_training(source, config.step), _first_stage(config)) if found]
+    evaluations = list(_evaluations(source))
+    if not training and not evaluations:
+        yield "The runs of this checkpoint were not at hand when the card was written."
+        return
+    yield "| what | dense | routed | attention / FFN skipped | prunable FLOPs skipped | run |"
+    yield "|---|---:|---:|---:|---:|---|"
+    for run, summary in evaluations:
+        yield from _evaluation_rows(run, summary)
+    for run, summary in training:
+        validation = summary.get("validation")
+        if validation and validation.get("final") is not None:
+            dense = "" if validation["dense"] is None else f"{validation['dense']:.2f}"
+            what = f"token perplexity, {Path(validation['text']).name}, after {summary['command']}"
+            yield f"| {what} | {dense} | {validation['final']:.2f} | {_skipped(summary)} | `{run}` |"
+
+
+def _evaluation_rows(run: str, summary: dict[str, Any]) -> Iterator[str]:
+    from widecli.evaluate.results import rows
+
+    dense = summary.get("dense") or {}
+    table = rows(
+        summary["tasks"],
+        summary["perplexity"],
+        dense_tasks=dense.get("tasks"),
+        dense_perplexity=dense.get("perplexity"),
+    )
+    limit = summary["protocol"].get("limit")
+    for row in table:
+        percent = row["higher_is_better"]
+        figures = ["" if v is None else (f"{v:.1%}" if percent else f"{v:.2f}") for v in (row["dense"], row["value"])]
+        what = f"{row['name']}, {row['metric']}" + (f", {limit} items a task" if percent and limit else "")
+        yield f"| {what} | {figures[0]} | {figures[1]} | {_skipped(summary)} | `{run}` |"
+
+
+def _skipped(summary: dict[str, Any]) -> str:
+    rate = summary["skip_rate"]
+    parts = " / ".join("" if rate[p] is None else f"{rate[p]:.1%}" for p in ("attention", "ffn"))
+    return f"{parts} | {summary['flops_skipped']['prunable']:.1%}"
+
+
+def _compared(check: MergeCheck) -> str:
+    from widecli.cli.export import describe
+
+    return f"{describe(check).capitalize()}."
+
+
+def _training(source: Path, step: int) -> tuple[str, dict[str, Any]] | None:
+    """The run that a checkpoint lies in, if it ended with that checkpoint."""
+    run = source.parent.parent
+    summary = _summary(run)
+    return (run.name, summary) if summary and summary.get("steps") == step else None
+
+
+def _first_stage(config: CheckpointConfig) -> tuple[str, dict[str, Any]] | None:
+    origin = config.origin
+    return _training(Path(origin["checkpoint"]), origin["step"]) if origin else None
+
+
+def _evaluations(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Evaluations of this checkpoint among the runs beside its own and below runs/, oldest first."""
+    wanted = source.resolve().parts[-3:]  # run, checkpoints, step: whatever folder the evaluation was started in
+    folders = {path.resolve() for path in (source.resolve().parent.parent.parent, Path("runs")) if path.is_dir()}
+    runs = [run for folder in folders for run in folder.glob("*/") if (run / "summary.json").is_file()]
+    for run in sorted(runs, key=lambda path: (path / "summary.json").stat().st_mtime):
+        summary = _summary(run)
+        if not summary or summary.get("command") != "eval" or not summary.get("checkpoint"):
+            continue
+        if Path(summary["checkpoint"]).resolve().parts[-3:] == wanted:
+            yield run.name, summary
+
+
+def _summary(run: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.get("schema") == "wide.summary/1" else None

@@ -1,0 +1,123 @@
+"""Checkpoints as folders of their own: a copy without the training state, or a whole model with its adapter merged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from widecli.errors import WideError
+from widecli.model import checkpoint
+from widecli.model.backbone import Backbone
+from widecli.model.identity import BackboneIdentity, config_hash, weights_hash
+from widecli.model.routed import RoutedModel
+from widecli.storage import atomic_directory
+
+RECIPE = "recipe.yaml"
+CARD = "README.md"
+CHECK_TEXT = (
+    "The river had risen in the night, and the bridge that the village built after the war stood a hand above the "
+    "water. In 1957 it cost 12,400 crowns. def area(width, height): return width * height. Nobody could say whether "
+    "it would hold, so the children were sent home, and two men counted the planks."
+)
+# Merging rounds each weight once, by 2^-24, 2^-11 or 2^-9 of it. What that explains: the difference of a logit, in
+# standard deviations of the logits, while no decision changes; and the share of decisions that were so close to a tie.
+TOLERANCE = {torch.float32: (1e-3, 1e-3), torch.float16: (0.05, 0.005), torch.bfloat16: (0.25, 0.02)}
+
+
+@dataclass(frozen=True)
+class MergeCheck:
+    """Merged beside unmerged, on `CHECK_TEXT`."""
+
+    tokens: int
+    dtype: str
+    largest_difference: float  # of a logit, in standard deviations of the logits
+    same_top_word: float  # share of the positions
+    changed_decisions: int
+    decisions: int
+
+
+def export_copy(directory: Path, out: Path, card: str) -> None:
+    """Copy a checkpoint without its training state: routers, adapter, recipe, config, and `card` as its README."""
+    config = checkpoint.read_config(directory)
+    with atomic_directory(out) as scratch:
+        for name in (checkpoint.CONFIG, checkpoint.ROUTERS, RECIPE):
+            shutil.copyfile(directory / name, scratch / name)
+        if config.adapter_folder:
+            shutil.copytree(directory / config.adapter_folder, scratch / config.adapter_folder)
+        (scratch / CARD).write_text(card, encoding="utf-8")
+
+
+def export_merged(
+    directory: Path, out: Path, backbone: Backbone, card: Callable[[MergeCheck | None], str]
+) -> MergeCheck | None:
+    """Write a Hugging Face model with the adapter folded in, and the routers beside it.
+
+    Returns how far the merged model is from the unmerged one; None for a checkpoint without an adapter, whose model is
+    the dense one. Raises WideError when they differ by more than rounding explains.
+    """
+    model = backbone.model
+    config = checkpoint.read_config(directory)
+    routed, adapter = checkpoint.attach(directory, backbone)
+    check: MergeCheck | None = None
+    if adapter is not None:
+        ids = backbone.tokenizer(CHECK_TEXT, return_tensors="pt").input_ids.to(backbone.device)
+        before = _predict(routed, ids)
+        routed.detach()
+        adapter.merge()
+        routed = RoutedModel.attach(model, config.plan)
+        checkpoint.load_routers(directory, routed.routers)
+        check = _compare(before, _predict(routed, ids), model.dtype)
+        _refuse_difference(check, *TOLERANCE[model.dtype])
+    routed.detach()
+    merged = BackboneIdentity(out.name, None, config_hash(model.config), weights_hash(model))
+    with atomic_directory(out) as scratch:
+        model.save_pretrained(scratch)
+        backbone.tokenizer.save_pretrained(scratch)
+        shutil.copyfile(directory / checkpoint.ROUTERS, scratch / checkpoint.ROUTERS)
+        shutil.copyfile(directory / RECIPE, scratch / RECIPE)
+        document = replace(config, merged=merged).to_json()
+        (scratch / checkpoint.CONFIG).write_text(json.dumps(document, indent=2) + "\n")
+        (scratch / CARD).write_text(card(check), encoding="utf-8")
+    return check
+
+
+def _refuse_difference(check: MergeCheck, difference: float, changed: float) -> None:
+    same_decisions = check.changed_decisions == 0
+    if check.changed_decisions > changed * check.decisions or (
+        same_decisions and check.largest_difference > difference
+    ):
+        raise WideError(
+            f"the merged model computes something else: a logit differs by {check.largest_difference:.2g} standard "
+            f"deviations and {check.changed_decisions} of {check.decisions} decisions differ, more than rounding to "
+            f"{check.dtype} explains; nothing was written"
+        )
+
+
+@torch.no_grad()
+def _predict(routed: RoutedModel, ids: Tensor) -> tuple[Tensor, dict[Any, list[Tensor]]]:
+    with routed.tracing(keep_masks=True) as trace:
+        logits = routed.backbone(input_ids=ids, use_cache=False).logits
+    assert trace.masks is not None
+    return logits.float(), dict(trace.masks)
+
+
+def _compare(
+    before: tuple[Tensor, dict[Any, list[Tensor]]], after: tuple[Tensor, dict[Any, list[Tensor]]], dtype: torch.dtype
+) -> MergeCheck:
+    (unmerged, masks), (merged, new_masks) = before, after
+    pairs = [(old, new) for key in masks for old, new in zip(masks[key], new_masks[key], strict=True)]
+    return MergeCheck(
+        tokens=unmerged.shape[1],
+        dtype=str(dtype).removeprefix("torch."),
+        largest_difference=float((merged - unmerged).abs().max() / unmerged.std()),
+        same_top_word=float((merged.argmax(-1) == unmerged.argmax(-1)).float().mean()),
+        changed_decisions=sum(int((old != new).sum()) for old, new in pairs),
+        decisions=sum(old.numel() for old, _ in pairs),
+    )

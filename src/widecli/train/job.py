@@ -1,0 +1,161 @@
+"""What a training stage holds on to: backbone, text, routers, adapter, and how they become checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from widecli.data.sources import SamplingModel, open_source
+from widecli.data.stream import SequenceStream, collate
+from widecli.data.tokens import TokenSet, prepare_tokens
+from widecli.errors import UsageError
+from widecli.model import checkpoint
+from widecli.model.adapter import Adapter
+from widecli.model.backbone import Backbone, load_backbone
+from widecli.model.budget import Budget
+from widecli.model.plan import RoutingPlan
+from widecli.model.routed import RoutedModel
+from widecli.recipe.load import dump
+from widecli.recipe.schema import Recipe
+from widecli.track.run import Run
+from widecli.train import state
+from widecli.train.loop import Trainables, Trainer
+
+Note = Callable[[str], None]
+
+
+@dataclass
+class Job:
+    """Everything a stage holds on to. `seed` keys the order of the text, the noise and the dropout."""
+
+    recipe: Recipe
+    recipe_hash: str
+    run: Run
+    backbone: Backbone
+    tokens: TokenSet
+    routed: RoutedModel
+    budget: Budget
+    trainables: Trainables
+    seed: int
+    origin: dict[str, Any] | None = None
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter that this stage trains."""
+        return self.trainables.adapter
+
+    @contextmanager
+    def dense(self) -> Iterator[None]:
+        """The bare dense model inside the block: nothing skipped, no adapter."""
+        with self.routed.dense():
+            if self.adapter is None:
+                yield
+            else:
+                with self.adapter.disabled():
+                    yield
+
+    def batch(self, indices: Any) -> tuple[Tensor, Tensor | None]:
+        """Sequences of the text by their indices: ids [B, T] and their validity [B, T], None without padding."""
+        ids, valid = collate(self.tokens, indices)
+        # without padding no mask: attention then takes its fast causal path
+        return ids, None if bool(valid.all()) else valid
+
+    def trainer(self) -> Trainer:
+        """The trainer of this stage, at its first step."""
+        train = self.recipe.train.model_copy(update={"seed": self.seed})
+        stream = SequenceStream(len(self.tokens), train.batch_size, self.seed)
+
+        def fetch(step: int, rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+            return self.batch(stream.batch(step)[list(rows)])
+
+        return Trainer(self.routed, self.budget, train, fetch, self.recipe.data.sequence_length, self.trainables)
+
+    def save(self, trainer: Trainer, step: int, achieved: dict[str, Any] | None = None) -> Path:
+        """Write `checkpoints/step-<step>`, from which `--resume` continues; older ones lose what only that needs."""
+        directory = self.run.checkpoints / f"step-{step:06d}"
+        adapter = self.adapter
+        config = checkpoint.CheckpointConfig(
+            self.backbone.identity,
+            self.routed.plan,
+            step,
+            self.recipe_hash,
+            achieved or {},
+            adapter=adapter.facts() if adapter else None,
+            origin=self.origin,
+        )
+        extra: dict[str, Callable[[Path], None]] = {
+            state.TENSORS: lambda path: state.save_optimizer(path, trainer.optimizer, trainer.parameters),
+            state.STATE: lambda path: state.write_step(path, step),
+        }
+        if adapter:
+            extra[checkpoint.ADAPTER] = lambda path: adapter.save(path, self.backbone.identity.id)
+        checkpoint.save(directory, self.routed.routers, config, dump(self.recipe), extra)
+        state.drop_old_states([path for _, path in checkpoint.steps(self.run.checkpoints)])
+        return directory
+
+    def restore(self, directory: Path, trainer: Trainer) -> int:
+        """Continue from a checkpoint of this run; returns the number of finished steps."""
+        config = checkpoint.read_config(directory)
+        # a folder or a branch of the Hub can hold other weights than when the run began
+        if difference := config.backbone.mismatch(self.backbone.identity):
+            raise UsageError(
+                f"{directory} was trained on another model than {self.backbone.identity.id} is now: {difference}; "
+                f"bring the old one back or start anew with --overwrite"
+            )
+        began, now = config.origin or {}, self.origin or {}
+        if began.get("routers_hash") != now.get("routers_hash"):
+            raise UsageError(
+                f"{directory} began with the routers of {began.get('checkpoint')}, not with those of "
+                f"{now.get('checkpoint')}: name that checkpoint, or another --run-dir"
+            )
+        first = state.load_optimizer(directory, trainer.optimizer, trainer.parameters)
+        checkpoint.load_routers(directory, self.routed.routers)
+        if self.adapter:
+            self.adapter.restore(directory / checkpoint.ADAPTER)
+        return first
+
+    @torch.no_grad()
+    def pass_over_training_text(self) -> None:
+        """Run the decoder over four sequences, for whoever traces it."""
+        ids, valid = self.batch(SequenceStream(len(self.tokens), 4, 0).batch(0))
+        device = self.backbone.device
+        mask = None if valid is None else valid.to(device)
+        self.routed.decoder(input_ids=ids.to(device), attention_mask=mask, use_cache=False)
+
+
+def load_material(recipe: Recipe, note: Note, offline: bool) -> tuple[Backbone, TokenSet]:
+    """The backbone and the tokens that a recipe names."""
+    note(f"loading {recipe.model.name}")
+    backbone = load_backbone(recipe.model)
+    check_plan(recipe, backbone)  # before the text: preparing it can take long
+    identity = backbone.identity
+    name = f"{identity.id}@{identity.revision}#{identity.weights_hash}"
+    source = open_source(
+        recipe.data.source,
+        section=recipe.data,
+        offline=offline,
+        sampling=SamplingModel(backbone.model, backbone.tokenizer, name, recipe.train.seed),
+    )
+    note(f"preparing tokens from {source.name}")
+    needed = recipe.train.steps * recipe.train.batch_size * recipe.data.sequence_length
+    tokens = prepare_tokens(
+        source, backbone.tokenizer, recipe.data, tokens_needed=max(needed, recipe.routing.warm_start_tokens)
+    )
+    if tokens.exhausted and needed > tokens.total_tokens:
+        note(
+            f"the text has {tokens.total_tokens:,} tokens and {recipe.train.steps} steps read {needed:,}: it will be "
+            f"repeated {needed / tokens.total_tokens:.0f} times; more text (--data) gives better routers"
+        )
+    return backbone, tokens
+
+
+def check_plan(recipe: Recipe, backbone: Backbone) -> tuple[RoutingPlan, Budget]:
+    """The plan and the budget of a recipe on this backbone. Raises UsageError when they do not fit."""
+    plan = RoutingPlan.from_section(recipe.routing, backbone.shape)
+    return plan, Budget.from_section(recipe.budget, plan, backbone.shape, recipe.data.sequence_length)

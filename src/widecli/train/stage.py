@@ -1,0 +1,122 @@
+"""One training stage, whatever it trains: start -> loop -> checkpoints -> summary. `Job` says what is trained."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from statistics import median
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+
+from widecli.errors import Preempted
+from widecli.model import checkpoint
+from widecli.train.job import Job
+from widecli.train.loop import StepRecord, Trainer
+from widecli.train.validation import Validation
+
+
+class Reporter(Protocol):
+    """How a stage talks to whoever started it."""
+
+    def note(self, message: str) -> None:
+        """One line on what happens now."""
+
+    def started(self, steps: int, first: int) -> None:
+        """The loop is about to run steps `first` to `steps`."""
+
+    def step(self, record: StepRecord) -> None:
+        """A step is done."""
+
+
+def run_stage(
+    job: Job, reporter: Reporter, *, started: float, offline: bool, start: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Train what the job names; a run that already has checkpoints continues from the newest.
+
+    `start` sets the routers before the first step of a new run; `started` is when the command began
+    (`time.perf_counter`). Returns the values of `summary.json`. Raises Preempted (resumable) after SIGTERM or SIGUSR1.
+    """
+    recipe, run = job.recipe, job.run
+    validation = Validation(job, reporter.note, offline)
+    done = checkpoint.steps(run.checkpoints)
+    if not done:
+        validation.measure_dense()
+        start()
+        validation.measure_start()
+    trainer = job.trainer()
+    if done:
+        first = job.restore(done[-1][1], trainer)
+        reporter.note(f"resuming after step {first}")
+        run.rewind_metrics(first + 1)
+    else:
+        first = 0
+        job.save(trainer, 0)
+    speeds = _train(job, trainer, first, reporter)
+    job.save(trainer, recipe.train.steps)  # what was trained is safe before the last measurement
+    final = validation.measure_final()
+    path = job.save(trainer, recipe.train.steps, final)
+    job.routed.detach()
+    return {
+        "model": job.backbone.identity.id,
+        "backbone": asdict(job.backbone.identity),
+        "plan": job.routed.plan.to_json(),
+        "budget": recipe.budget.model_dump(),
+        "recipe_hash": job.recipe_hash,
+        **final,
+        "validation": validation.result(),
+        "steps": recipe.train.steps,
+        "tokens_per_second": median(speeds) if speeds else None,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if job.backbone.device.type == "cuda" else None,
+        "micro_batch_size": trainer.micro_batch_size,
+        "seconds": time.perf_counter() - started,
+        "data": {"source": job.tokens.source, "sequences": len(job.tokens), "tokens": job.tokens.total_tokens},
+        "checkpoint": str(path),
+    }
+
+
+def _train(job: Job, trainer: Trainer, first: int, reporter: Reporter) -> list[float]:
+    """The loop with its logs, checkpoints and signals. Returns the speeds seen after the first block, tokens/s."""
+    train = job.recipe.train
+    speeds: list[float] = []
+    reporter.started(train.steps, first)
+    with _stop_signals() as stop:
+        for record in trainer.run(first, train.steps):
+            job.run.log(**_metrics(record))
+            reporter.step(record)
+            if record.step > first + 1:  # the first block holds compilation and allocation
+                speeds.append(record.tokens_per_second)
+            if stop and trainer.at_block_end(record.step):
+                job.save(trainer, record.step)
+                raise Preempted(f"stopped by a signal after step {record.step}; --resume continues")
+            if record.step % train.save_every == 0 and record.step < train.steps:
+                job.save(trainer, record.step)
+    return speeds
+
+
+def _metrics(record: StepRecord) -> dict[str, Any]:
+    return {key: value for key, value in asdict(record).items() if value is not None}
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Collect SIGTERM and SIGUSR1 instead of dying from them: a scheduler's notice that the machine is wanted back."""
+    received: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        received.append(number)
+
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    try:
+        before = [(number, signal.signal(number, note)) for number in numbers]
+    except ValueError:  # not the main thread: whoever runs us there handles signals
+        before = []
+    try:
+        yield received
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
