@@ -156,6 +156,19 @@ def measure(arguments: argparse.Namespace, deadline: float) -> Iterator[dict[str
     from wide_kernels.benchmarks.whole_ffn import ffn_case
 
     kernels: dict[str, list[str]] = {}
+    for where in attention_points(arguments):
+        if time.monotonic() > deadline:
+            yield {"left_out": str(where)}
+            continue
+        yield {
+            "model": where.model.name,
+            "dtype": arguments.dtype,
+            "masks": "random",
+            "batch": where.batch,
+            "keys": where.keys,
+            **measured(attention_case(where), arguments.rounds, kernels, slow_backends=False),
+        }
+        torch.cuda.empty_cache()
     for i, sizes in enumerate(points(arguments)):
         if time.monotonic() > deadline:
             yield {"left_out": f"T={sizes.rows} G={sizes.group} density={sizes.density:g}"}
@@ -174,19 +187,6 @@ def measure(arguments: argparse.Namespace, deadline: float) -> Iterator[dict[str
             }
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    for where in attention_points(arguments):
-        if time.monotonic() > deadline:
-            yield {"left_out": str(where)}
-            continue
-        yield {
-            "model": where.model.name,
-            "dtype": arguments.dtype,
-            "masks": "random",
-            "batch": where.batch,
-            "keys": where.keys,
-            **measured(attention_case(where), arguments.rounds, kernels, slow_backends=False),
-        }
-        torch.cuda.empty_cache()
 
 
 def row(record: dict[str, object]) -> str:
