@@ -131,12 +131,12 @@ def attention_kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str,
         "few_decode": (
             decode_kernels.split_kernel,
             f"{p} {p} {p} *u8 *i64 *i64 *fp32 *fp32 *fp32 i32 i32 fp32 {'i32 ' * 8}",
-            decode | {"BM": 16, "PRECISION": precision, "num_stages": 3},
+            decode | {"BM": 16, "PRECISION": precision, "num_stages": 3, "PDL": False},
         ),
         "merge_decode": (
             decode_kernels.merge_kernel,
             f"{p} *u8 *i64 *i64 *fp32 *fp32 *fp32 i32 i32",
-            decode | {"SLOTS": decode_kernels.MERGED},
+            decode | {"SLOTS": decode_kernels.MERGED, "PDL": False},
         ),
     }
 

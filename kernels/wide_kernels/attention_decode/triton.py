@@ -14,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from wide_kernels.attention_decode.configs import MAX_PAIRS, decode_config
-from wide_kernels.dispatch import on_device_of
+from wide_kernels.dispatch import is_hopper, on_device_of
 from wide_kernels.tuning.tiles import padded_rows
 
 LOG2_E = 1.4426950408889634
@@ -102,11 +103,14 @@ def split_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One run of blocks: for each pair that it meets, softmax statistics and weighted values of all its query heads.
 
     The heads of a pair are rows of one tile and share every read of keys and values. `scale` holds log2 e.
     """
+    if PDL:
+        gdc_launch_dependents()
     blocks, before, rank = all_work(
         mask, kv_len, kv_start, batch, keys, H_K, SHARED, GROUP, HAS_KV_LEN, HAS_KV_START, PAIRS, BN
     )
@@ -192,8 +196,9 @@ def merge_kernel(
     BN: tl.constexpr,
     PROGRAMS: tl.constexpr,
     SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One query head of one sequence, from the slots of its pair."""
+    """One query head of one sequence, from the slots of its pair. With PDL it starts while the splits still run."""
     blocks, before, rank = all_work(
         mask, kv_len, kv_start, batch, keys, H_K, SHARED, GROUP, HAS_KV_LEN, HAS_KV_START, PAIRS, BN
     )
@@ -208,6 +213,8 @@ def merge_kernel(
     depth = tl.arange(0, DP)
     acc = tl.zeros((DP,), tl.float32)
     total = 0.0
+    if PDL:
+        gdc_wait()  # all of the above comes from the mask
     if live & (count > 0):
         first = program_of(at, share, extra)
         last = program_of(at + count - 1, share, extra)
@@ -274,12 +281,13 @@ def _attend(
     lengths, starts = (flags if where is None else where for where in (kv_len, kv_start))  # else pointers not followed
     sizes = (kv_heads, shared, heads // mask.shape[1], size, padded, *known, triton.next_power_of_2(pairs))
     scale = size**-0.5 if scale is None else scale
+    overlap = is_hopper(q.device)
     split_kernel[(config["PROGRAMS"],)](
         q, k, v, flags, lengths, starts, acc, peak, total, batch, keys, scale * LOG2_E,
         q.stride(0), q.stride(2), *k.stride()[:3], *v.stride()[:3],
-        *sizes, "ieee" if q.dtype is torch.float32 else "tf32", padded_rows(shared), **config,
+        *sizes, "ieee" if q.dtype is torch.float32 else "tf32", padded_rows(shared), PDL=overlap, **config,
     )  # fmt: skip
     merge_kernel[(batch * heads,)](
         o, flags, lengths, starts, acc, peak, total, batch, keys, *sizes, config["BN"], config["PROGRAMS"],
-        min(MERGED, triton.next_power_of_2(config["PROGRAMS"])),
+        min(MERGED, triton.next_power_of_2(config["PROGRAMS"])), overlap, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
