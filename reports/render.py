@@ -186,16 +186,16 @@ def readme_table() -> str:
     return table([*head, "seven tasks, % (items a task)", "kept, %"], rows)
 
 
-def insert(path: Path, text: str) -> None:
-    """Put `text` between the two marks that a document has for it."""
-    begin, end = "<!-- results -->", "<!-- /results -->"
+def insert(path: Path, mark: str, text: str) -> None:
+    """Put `text` between the two marks of that name that a document has for it."""
+    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
     before, _, rest = path.read_text().partition(begin)
     _, _, after = rest.partition(end)
     path.write_text(f"{before}{begin}\n{text}{end}{after}")
 
 
 def main() -> None:
-    """Write README.md here, the table of the project's README and a page beside each record of kernels."""
+    """Write README.md here, the tables of the project's README and a page beside each record of kernels."""
     evals, runs = load(PLAIN, "eval"), load(PLAIN, "calibrate")
     for name, run in runs.items():
         run["settings"] = settings(name)
@@ -215,8 +215,10 @@ def main() -> None:
         speed(),
     ]
     (HERE / "README.md").write_text("\n".join(parts))
-    insert(HERE.parent / "README.md", readme_table())
+    insert(HERE.parent / "README.md", "results", readme_table())
     render_kernels.render(HERE / "kernels")
+    record = json.loads((HERE / "kernels" / "h200.json").read_text())
+    insert(HERE.parent / "README.md", "kernels", render_kernels.short(record))
 
 
 if __name__ == "__main__":

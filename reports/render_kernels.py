@@ -1,6 +1,7 @@
 """Render the records of `python -m wide_kernels.bench` in reports/kernels as Markdown, one page beside each.
 
-`limits.json` beside them, where there is one, holds what limits an operator by the name of its target.
+`limits.json` beside them, where there is one, holds what limits an operator by the name of its target; `notes.json`
+what else must be known of a record, by its name.
 """
 
 from __future__ import annotations
@@ -65,9 +66,10 @@ def figures(records: list[dict[str, Any]]) -> str:
     for record in records:
         memory, baselines = record["peak_extra_bytes"], record["baselines"]
         dense = record["best_dense"]
+        sequences = f" {record['batch']} x {record['keys']:,} keys" if "keys" in record else ""
         rows.append(
             [
-                f"`{record['op']}`",
+                f"`{record['op']}`{sequences}",
                 f"{record['rows']:,}",
                 str(record["group_size"]),
                 f"{record['density']:g}",
@@ -145,16 +147,20 @@ def structures(records: list[dict[str, Any]]) -> str:
     return table(["masks", *(key.replace("_", ", ") for key in keys)], rows) if rows else ""
 
 
-def page(name: str, document: dict[str, Any], limits: dict[str, str]) -> str:
+def page(name: str, document: dict[str, Any], limits: dict[str, str], note: str) -> str:
     """The whole page of one record."""
     known, checks = document["environment"], document["checks"]
     shown = ("gpu", "driver", "torch", "triton", "cuda", "revision", "date")
     environment = ", ".join(f"{key} {known[key]}" for key in shown if known.get(key))
     outcome = f"{checks['done']} awkward cases checked before timing, {len(checks['wrong'])} wrong."
+    if not checks["done"]:
+        outcome = "Awkward cases were checked in a run of their own."
     results = document.get("results", [])
     records = [record for record in results if "left_out" not in record]
     left_out = [record["left_out"] for record in results if "left_out" in record]
     parts = [HEAD.format(name=name, environment=environment, checks=outcome)]
+    if note:
+        parts.append(f"{note}\n")
     sections = {
         "Targets (T = 16384, density 0.5, unless said)": targets(document.get("summary", []), limits),
         "Figures": figures(records),
@@ -163,7 +169,7 @@ def page(name: str, document: dict[str, Any], limits: dict[str, str]) -> str:
         "Recorded masks": structures(records),
         "What ran": launched(records),
     }
-    if not document.get("summary"):
+    if all(entry["reached"] is None for entry in document.get("summary", [])):
         del sections["Targets (T = 16384, density 0.5, unless said)"]
     parts += [f"## {title}\n\n{text}" for title, text in sections.items() if text]
     if left_out:
@@ -171,14 +177,33 @@ def page(name: str, document: dict[str, Any], limits: dict[str, str]) -> str:
     return "\n".join(parts)
 
 
+def short(document: dict[str, Any]) -> str:
+    """What the project's README shows of a record: the targets, and the speedups by group size."""
+    rows = []
+    for entry in document["summary"]:
+        unit = " us" if entry["unit"] == "us" else "x"
+        rows.append([entry["name"], f"{entry['reached']:.2f}{unit}", f"{entry['error']:.1e}", entry["backend"]])
+    text = table(["operator", "times the fastest dense call", "relative error", "backend"], rows) + "\n"
+    found: dict[str, dict[int, float]] = {}
+    for record in document["results"]:
+        at_point = "left_out" not in record and (record["rows"], record["density"]) == (16384, 0.5)
+        if at_point and record["op"] in ("gemm_mn", "gated_mlp_up", "gemm_k bf16", "ffn"):
+            found.setdefault(record["op"], {})[record["group_size"]] = record["speedup"]
+    sizes = sorted({size for by_size in found.values() for size in by_size})
+    rows = [[f"`{op}`", *(f"{by_size[size]:.2f}x" for size in sizes)] for op, by_size in found.items()]
+    return text + table(["T = 16384, by G", *map(str, sizes)], rows)
+
+
 def render(folder: Path) -> list[Path]:
     """Write NAME.md beside every record NAME.json; returns the pages."""
-    noted = folder / "limits.json"
-    limits = json.loads(noted.read_text()) if noted.is_file() else {}
+    limits, notes = (
+        json.loads(path.read_text()) if path.is_file() else {}
+        for path in (folder / "limits.json", folder / "notes.json")
+    )
     pages = []
     for path in sorted(folder.glob("*.json")):
         document = json.loads(path.read_text())
         if document.get("schema") == SCHEMA:
             pages.append(path.with_suffix(".md"))
-            pages[-1].write_text(page(path.stem, document, limits))
+            pages[-1].write_text(page(path.stem, document, limits, notes.get(path.stem, "")))
     return pages

@@ -81,8 +81,8 @@ def environment() -> dict[str, object]:
         "gpu": torch.cuda.get_device_name(),
         "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "power_limit": first_line("nvidia-smi", "--query-gpu=power.limit", "--format=csv,noheader"),
-        "revision": first_line("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
-        "arguments": sys.argv[1:],
+        "revision": first_line("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
+        "arguments": [Path(argument).name if "/" in argument else argument for argument in sys.argv[1:]],
     }
 
 

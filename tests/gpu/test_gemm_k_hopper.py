@@ -23,7 +23,7 @@ pytestmark = [
     ),
 ]
 CASES = (
-    Case(65, 48, 4, 64, "one"),
+    Case(165, 48, 4, 64, "one"),
     Case(129, 16, 1, 64, "all"),
     Case(150, 32, 3, 64, "none"),
     Case(1000, 576, 24, 64, "half"),
