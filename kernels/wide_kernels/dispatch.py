@@ -27,6 +27,8 @@ ENVIRONMENT = "WIDE_KERNELS_BACKEND"
 PREFERENCE = ("gluon", "triton", "torch")
 CHOICES = ("auto", *reversed(PREFERENCE))
 
+PROCESSORS_WITHOUT_GPU = 3
+
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 GLUON_DTYPES = (torch.float16, torch.bfloat16)
 GLUON_SINCE = (3, 6)  # the Triton release whose Gluon the kernels are written for; it is experimental
@@ -98,6 +100,14 @@ def _has_triton() -> bool:
 @cache
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; for the interpreter few, so that its tests cross every border."""
+    if device.type != "cuda":
+        return PROCESSORS_WITHOUT_GPU
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -99,7 +99,7 @@ def test_slabs_of_the_output_leave_no_column_out(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_few_rows_split_over_k_give_the_same_sum_every_time(splits: int) -> None:
-    from wide_kernels.arrivals import arrival_counters
+    from wide_kernels.counters import counters
 
     h, weight, residual, mask = example(5, 9, columns=80)
     expected = wk.gemm_k(h, weight, mask=mask, residual=residual, backend="torch")
@@ -109,7 +109,9 @@ def test_a_few_rows_split_over_k_give_the_same_sum_every_time(splits: int) -> No
         first, second = (wk.gemm_k(h, weight, mask=mask, residual=residual, backend="triton") for _ in range(2))
     torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(first, second)
-    assert not arrival_counters(h.device, 2).any()  # a graph that replays the launch finds them as it left them
+    assert not counters(
+        "last to arrive", h.device, 2
+    ).any()  # a graph that replays the launch finds them as it left them
 
 
 @pytest.mark.parametrize("chunks", [16, 64])

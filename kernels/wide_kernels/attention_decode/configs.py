@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
+from wide_kernels.dispatch import multiprocessors
 from wide_kernels.tuning.table import forced
 
 MAX_PAIRS = 4096  # (sequence, KV head) pairs that one launch sorts in registers
-PROCESSORS_WITHOUT_GPU = 3  # the interpreter's: few, so that tests cross every border
-
-
-@cache
-def processors(index: int | None) -> int:
-    """Streaming multiprocessors of a CUDA device."""
-    if index is None:
-        return PROCESSORS_WITHOUT_GPU
-    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def decode_config(size: int, dtype: torch.dtype, device: torch.device, blocks_of: int) -> dict[str, int]:
@@ -32,5 +22,5 @@ def decode_config(size: int, dtype: torch.dtype, device: torch.device, blocks_of
     if size > 128 and dtype is torch.float32:
         config["BN"] = 16
     config |= forced("attention_decode")
-    programs = config.pop("EACH") * processors(device.index if device.type == "cuda" else None)
+    programs = config.pop("EACH") * multiprocessors(device)
     return config | {"PROGRAMS": max(1, min(programs, -(-blocks_of // config["BN"])))}

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from wide_kernels.arrivals import arrival_counters
+from wide_kernels.counters import counters
 from wide_kernels.dispatch import on_device_of
 from wide_kernels.tuning.lookup import overlapped, tuned
 from wide_kernels.tuning.tiles import largest_power, padded_rows
@@ -172,7 +172,7 @@ def project(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None) ->
         partial, arrived = out, out
         if splits > 1:
             partial = torch.empty(splits, rows, columns, dtype=torch.float32, device=h.device)
-            arrived = arrival_counters(h.device, tiles)
+            arrived = counters("last to arrive", h.device, tiles)
         precision = "ieee" if h.dtype is torch.float32 else "tf32"
         rows_kernel[(tiles, splits)](
             h, weight, added, out, partial, arrived, flags, rows, h.stride(0),

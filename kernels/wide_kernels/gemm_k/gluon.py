@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from wide_kernels.dispatch import on_device_of
+from wide_kernels.dispatch import multiprocessors, on_device_of
 from wide_kernels.gemm_k.configs import CHANNEL_STEP, HOPPER_SLAB_BYTES, hopper_config, hopper_groups, slab_columns
 from wide_kernels.gemm_k.segments import TILE_ROWS
 from wide_kernels.gemm_k.sorting import sort_patterns
@@ -280,7 +280,7 @@ def project(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None) ->
             weight, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
         )
         tiles = found.segments * row_tiles * triton.cdiv(columns, config["BN"])
-        programs = min(tiles, torch.cuda.get_device_properties(h.device).multi_processor_count)
+        programs = min(tiles, multiprocessors(h.device))
         persistent_kernel[(programs,)](
             h, described, out, found.order, found.patterns, found.needed, rows, h.stride(0), row_tiles,
             columns, depth // groups, found.length, found.segments, slab, num_warps=4, **config,

@@ -16,8 +16,6 @@ before the first of a fresh barrier counts as complete. All three partitions wal
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -33,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from wide_kernels.dispatch import on_device_of
+from wide_kernels.dispatch import multiprocessors, on_device_of
 from wide_kernels.gemm_mn.configs import hopper_config
 from wide_kernels.gemm_mn.tile_list import tile_list
 from wide_kernels.gemm_mn.triton import activated
@@ -252,11 +250,6 @@ def persistent_kernel(
     )  # fmt: skip
 
 
-@cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def _addressable(x: Tensor) -> Tensor:
     """`x` if its rows can be copied 16 bytes at a time and counted in such units, else a copy."""
     aligned = x.data_ptr() % 16 == 0 and x.stride(1) == 1 and x.stride(0) % UNIT.value == 0
@@ -292,7 +285,7 @@ def project(
             TensorDescriptor.from_tensor(_addressable(w), [tile["BN"], tile["BK"]], SHARED.value)
             for w in (weight, weight if weight_up is None else weight_up)
         ]
-        grid = min(_multiprocessors(out.device.index), tiles.shape[0] - 1)
+        grid = min(multiprocessors(out.device), tiles.shape[0] - 1)
         persistent_kernel[(grid,)](
             x, index, tiles, *descriptors, weight if bias is None else bias, out, rows, x.stride(0) // UNIT.value,
             columns, depth, width, gated, bias is not None, activation or "none", **tile,

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wide_kernels.dispatch import on_device_of
-from wide_kernels.meeting import counters, meet, processors
+from wide_kernels.counters import counters
+from wide_kernels.dispatch import multiprocessors, on_device_of
+from wide_kernels.meeting import meet
 from wide_kernels.norm_route.configs import chunk_config
 from wide_kernels.norm_route.reference import TAP_EPS
 from wide_kernels.tuning.tiles import padded_rows
@@ -186,11 +187,11 @@ def norm_and_decide(
     padded = padded_rows(rank)
     squares = torch.empty(chunks, rows, dtype=torch.float32, device=x.device)
     hidden = torch.empty(chunks, rows, padded, dtype=torch.float32, device=x.device)
-    together = x.is_cuda and 1 < chunks <= processors(x.get_device())
+    together = x.is_cuda and 1 < chunks <= multiprocessors(x.device)
     # A 16-bit x is exact in tf32, and w1 in two parts of it: two products on tensor cores are as good as fp32.
     parts = 1 if x.dtype is torch.float32 else 2
     with on_device_of(x):
-        counter = counters(x.device, tiles) if together else squares  # not followed then
+        counter = counters("meeting", x.device, tiles) if together else squares  # not followed then
         for halves in ("both",) if together else ("first", "second"):
             chunk_kernel[(chunks, tiles)](
                 x, norm_weight, w1, b1, w2, b2, squares, hidden, out, decided, counter, rows, eps,

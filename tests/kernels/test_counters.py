@@ -1,0 +1,47 @@
+"""Counters that outlive a launch: who may share them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wide_kernels import counters
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    state = {"stream": 1, "capturing": 0}
+
+    class Stream:
+        def __init__(self) -> None:
+            self.cuda_stream = state["stream"]
+
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *a, device=None, **k: zeros(*a, **k))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: Stream())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(state["capturing"]))
+    for name in ("_of_stream", "_for_graphs"):
+        monkeypatch.setattr(counters, name, {})
+    return state
+
+
+def test_streams_and_captured_calls_have_counters_of_their_own(pretended_gpu: dict[str, int]) -> None:
+    device = torch.device("cuda", 0)
+    first = counters.counters("a", device, 4)
+    assert counters.counters("a", device, 9).data_ptr() == first.data_ptr()
+    assert counters.counters("b", device, 4).data_ptr() != first.data_ptr()
+    pretended_gpu["stream"] = 2
+    assert counters.counters("a", device, 4).data_ptr() != first.data_ptr()
+    pretended_gpu["capturing"] = 1
+    one, two = counters.counters("a", device, 4), counters.counters("a", device, 3)
+    assert two.data_ptr() - one.data_ptr() == 4 * 4
+    rest = counters.counters("a", device, counters.CAPTURED)  # more than there is: cleared by the graph itself
+    assert rest.numel() == counters.CAPTURED
+    assert not bool(rest.any())
+
+
+def test_a_large_launch_gets_enough_counters(pretended_gpu: dict[str, int]) -> None:
+    device = torch.device("cuda", 0)
+    counters.counters("a", device, 1)
+    assert counters.counters("a", device, counters.EAGER + 1).numel() > counters.EAGER
