@@ -147,7 +147,7 @@ def test_auto_adds_in_bf16_only_for_many_bf16_rows_on_hopper(monkeypatch: pytest
     [
         (300, torch.bfloat16, 2, "bf16", None),
         (300, torch.float16, 2, "fp32", "it takes bfloat16, not torch.float16"),
-        (64, torch.bfloat16, 2, "bf16", "more than 64 rows, got 64"),
+        (128, torch.bfloat16, 2, "bf16", "more than 128 rows, got 128"),
         (300, torch.bfloat16, 2, "fp32", "adds partial sums in bf16, here accumulate is fp32"),
         (300, torch.bfloat16, 4, "bf16", "must be a multiple of 64, got 32"),
     ],

@@ -111,6 +111,6 @@ def test_gluon_refuses_few_rows_and_a_ragged_depth() -> None:
         plain = gemm_mn_problem(x, weight, mask=mask)
         return [plain.refused.get("gluon"), gated_mlp_up_problem(x, weight, weight, mask=mask).refused.get("gluon")]
 
-    assert refused(65, 64) == [None, None]
-    assert refused(64, 64) == ["it needs more than 64 rows"] * 2
-    assert refused(65, 80) == ["K must be a multiple of 64, got 80"] * 2
+    assert refused(129, 64) == [None, None]
+    assert refused(128, 64) == ["it needs more than 128 rows"] * 2
+    assert refused(129, 80) == ["K must be a multiple of 64, got 80"] * 2
