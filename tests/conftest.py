@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 # Read once at import by the Hub's libraries: set before any test module imports them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -16,6 +17,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tiny tensors: more threads only get into each other's way, and one thread makes results repeatable.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if not torch.cuda.is_available():
+    # Triton decides at its import, by whichever test comes first, whether kernels run in its slow interpreter. The tests
+    # of the kernels themselves want that; all others take the torch backend (tests/kernels lifts it for its own).
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["WIDE_KERNELS_BACKEND"] = "torch"
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

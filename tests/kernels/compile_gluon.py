@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -51,7 +52,7 @@ def compiled(kernel: Any, types: dict[str, str], values: dict[str, Any]) -> dict
 
 def gemm_mn(width: int, gated: bool, dtype: str) -> tuple[Any, dict[str, str], dict[str, Any]]:
     """(kernel, types of its run-time arguments, compile-time values) of GEMM-MN with groups of `width`."""
-    config = mn_configs.hopper_config(T, width, gated)
+    config = mn_configs.hopper_config(T, width, gated, torch.bfloat16)
     del config["BAND"]
     tile = f"tensordesc<{dtype}[{config['BN']}, {config['BK']}],{mn_kernels.SHARED.value!r}>"
     types = dict.fromkeys(("x", "bias", "out"), f"*{dtype}") | dict.fromkeys(("index", "tiles"), "*i32")
@@ -62,9 +63,9 @@ def gemm_mn(width: int, gated: bool, dtype: str) -> tuple[Any, dict[str, str], d
 
 def gemm_k(width: int, stages: int, buffers: int) -> tuple[Any, dict[str, str], dict[str, Any]]:
     """The same of GEMM-K."""
-    config = k_configs.hopper_config(D) | {"STAGES": stages, "BUFFERS": buffers}
+    config = k_configs.hopper_config(T, D, width) | {"STAGES": stages, "BUFFERS": buffers}
     groups = F // width
-    length = k_configs.sorted_groups(T, groups)
+    length = k_configs.tile_order(T, groups, width, torch.bfloat16, hopper=True).segment
     types = dict.fromkeys(("h", "out"), "*bf16") | dict.fromkeys(("order", "patterns", "needed"), "*i32")
     types |= dict.fromkeys(("rows", "stride_h", "row_tiles"), "i32")
     types["weight"] = f"tensordesc<bf16[{config['BN']}, {k_configs.CHANNEL_STEP}],{mn_kernels.SHARED.value!r}>"

@@ -94,7 +94,7 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
         found[f"tile_k atomic={atomic} {out}"] = (
             k_kernels.tile_kernel,
             f"{p} {p} {out} *i32 *i32 i32 i32 i32 i32 i32",
-            k | {"S": k_configs.sorted_groups(T, GROUPS), "ATOMIC": atomic, "SLAB": 4} | tile,
+            k | {"S": k_configs.tile_order(T, GROUPS, G, dtype).segment, "ATOMIC": atomic, "SLAB": 4} | tile,
         )
     down: dict[str, Any] = {"K": F, "G": G, "HAS_RESIDUAL": True}
     found["vector_k"] = (k_few.vector_kernel, f"{p} {p} {p} {p} *u8", down | k_few.vector_config(D, F, G, dtype))

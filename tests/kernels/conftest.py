@@ -1,14 +1,9 @@
-"""Without a GPU, Triton kernels run in Triton's interpreter: decided before any of them is imported."""
+"""Without a GPU, Triton kernels run in Triton's interpreter; see tests/conftest.py."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from wide_kernels.gemm_k.segments import TILE_ROWS, segment_length
-from wide_kernels.tuning.table import forced
+from wide_kernels.tuning.lookup import tuned
 from wide_kernels.tuning.tiles import largest_power, padded_rows
 
 CHANNEL_STEP = 64  # of the kernel for Hopper: 128 bytes, a swizzled row in shared memory
@@ -20,38 +22,46 @@ def tile_config(rows: int, columns: int, width: int, dtype: torch.dtype) -> dict
     """For many rows. A step of the K loop must divide the group, so narrow groups get shallow steps."""
     single = dtype is torch.float32
     config = {"BM": 128, "BN": 128 if single else 256, "BK": 32 if single else 64, "num_warps": 8, "num_stages": 3}
-    config |= forced("gemm_k")
+    config |= tuned("gemm_k", rows, width, dtype)
     config["BM"] = min(config["BM"], padded_rows(rows))
     config["BN"] = min(config["BN"], padded_rows(columns))
     config["BK"] = largest_power(width, config["BK"])
     return config
 
 
-def hopper_config(columns: int) -> dict[str, int]:
+def hopper_config(rows: int, columns: int, width: int) -> dict[str, int]:
     """For many rows on Hopper: STAGES x (128 + BN) x 128 bytes and BUFFERS x 128 x BN of its 227 KB of shared memory.
 
     Registers of a thread: three warpgroups share 64 K, the first multiplying one takes what the others leave.
     """
     config = {"BN": 256, "STAGES": 4, "BUFFERS": 1}
     config |= {"MULTIPLY_REGISTERS": 192, "MOVE_REGISTERS": 120}
-    config |= forced("hopper_k")
+    config |= tuned("hopper_k", rows, width, torch.bfloat16)
     config["BN"] = min(config["BN"], max(64, padded_rows(columns)))
     return config
 
 
-def sorted_groups(rows: int, groups: int) -> int:
-    """Groups in a segment, whose rows are sorted together and scattered once."""
-    return forced("gemm_k_order").get("S", segment_length(rows, groups))
+@dataclass(frozen=True)
+class Order:
+    """`segment`: groups whose rows are sorted together and scattered once; `slab_bytes` of the output are finished
+    before the next ones start."""
+
+    segment: int
+    slab_bytes: int
 
 
-def hopper_groups(rows: int, groups: int, width: int) -> int:
-    """The same for Hopper's kernel, which takes half a tile's rows by themselves."""
-    length = segment_length(rows, groups, TILE_ROWS // 2)
-    return forced("gemm_k_order").get("S", min(length, max(1, HOPPER_CHANNELS // width)))
+def tile_order(rows: int, groups: int, width: int, dtype: torch.dtype, hopper: bool = False) -> Order:
+    """In which order tiles come; Hopper's kernel takes half a tile's rows by themselves."""
+    found = tuned("gemm_k_order", rows, width, dtype)
+    if hopper:
+        segment = min(segment_length(rows, groups, TILE_ROWS // 2), max(1, HOPPER_CHANNELS // width))
+    else:
+        segment = segment_length(rows, groups)
+    slab = HOPPER_SLAB_BYTES if hopper else SLAB_BYTES
+    return Order(found.get("S", segment), found.get("SLAB_MB", slab >> 20) << 20)
 
 
-def slab_columns(rows: int, columns: int, item_bytes: int, column_tile: int, limit: int = SLAB_BYTES) -> int:
-    """Columns of the output that are finished before the next ones start, a multiple of the column tile."""
-    slab_bytes = forced("gemm_k_order").get("SLAB_MB", limit >> 20) << 20
+def slab_columns(rows: int, columns: int, item_bytes: int, column_tile: int, slab_bytes: int) -> int:
+    """Columns of the output in a slab, a multiple of the column tile."""
     tiles = max(1, slab_bytes // (rows * item_bytes * column_tile))
     return min(tiles * column_tile, -(-columns // column_tile) * column_tile)

@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from wide_kernels.dispatch import multiprocessors, on_device_of
-from wide_kernels.gemm_k.configs import CHANNEL_STEP, HOPPER_SLAB_BYTES, hopper_config, hopper_groups, slab_columns
+from wide_kernels.gemm_k.configs import CHANNEL_STEP, hopper_config, slab_columns, tile_order
 from wide_kernels.gemm_k.segments import TILE_ROWS
 from wide_kernels.gemm_k.sorting import sort_patterns
 
@@ -270,10 +270,11 @@ def project(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None) ->
     h = h if h.stride(1) == 1 and h.stride(0) % 16 == 0 and h.data_ptr() % 16 == 0 else h.contiguous()
     weight = weight if weight.data_ptr() % 16 == 0 else weight.clone()
     out = h.new_zeros(rows, columns) if residual is None else residual.clone(memory_format=torch.contiguous_format)
-    config = hopper_config(columns)
-    slab = slab_columns(rows, columns, out.element_size(), config["BN"], HOPPER_SLAB_BYTES) // config["BN"]
+    order = tile_order(rows, groups, depth // groups, h.dtype, hopper=True)
+    config = hopper_config(rows, columns, depth // groups)
+    slab = slab_columns(rows, columns, out.element_size(), config["BN"], order.slab_bytes) // config["BN"]
     with on_device_of(h):
-        found = sort_patterns(mask.contiguous(), hopper_groups(rows, groups, depth // groups))
+        found = sort_patterns(mask.contiguous(), order.segment)
         row_tiles = triton.cdiv(rows, TILE_ROWS)
         block = [config["BN"], CHANNEL_STEP]
         described = TensorDescriptor.from_tensor(

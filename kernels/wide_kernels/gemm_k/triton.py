@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wide_kernels.dispatch import on_device_of
 from wide_kernels.errors import UnsupportedError
-from wide_kernels.gemm_k.configs import slab_columns, sorted_groups, tile_config
+from wide_kernels.gemm_k.configs import Order, slab_columns, tile_config, tile_order
 from wide_kernels.gemm_k.sorting import SortedPatterns, either, sort_patterns
 
 
@@ -93,25 +93,29 @@ def project(
     h = h if h.stride(1) == 1 else h.contiguous()
     mask = mask.contiguous()
     with on_device_of(h):
-        patterns = sort_patterns(mask, sorted_groups(rows, mask.shape[1]))
+        groups = mask.shape[1]
+        order = tile_order(rows, groups, h.shape[1] // groups, h.dtype)
+        patterns = sort_patterns(mask, order.segment)
         if accumulate == "bf16":
             if h.is_cuda and torch.cuda.get_device_capability(h.device) < (9, 0):
                 raise UnsupportedError("gemm_k: accumulate='bf16' needs compute capability 9.0 or newer; use fp32")
-            return _scatter_whole(h, weight, mask.shape[1], patterns, residual)
-        return _scatter_slabs(h, weight, mask.shape[1], patterns, residual, deterministic)
+            return _scatter_whole(h, weight, groups, order, patterns, residual)
+        return _scatter_slabs(h, weight, groups, order, patterns, residual, deterministic)
 
 
 def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype is torch.float32 else "tf32"
 
 
-def _scatter_whole(h: Tensor, weight: Tensor, groups: int, patterns: SortedPatterns, residual: Tensor | None) -> Tensor:
+def _scatter_whole(
+    h: Tensor, weight: Tensor, groups: int, order: Order, patterns: SortedPatterns, residual: Tensor | None
+) -> Tensor:
     """Scatter rounded partials straight into the output."""
     (rows, depth), columns = h.shape, weight.shape[0]
     width = depth // groups
     out = h.new_zeros(rows, columns) if residual is None else residual.clone(memory_format=torch.contiguous_format)
     config = tile_config(rows, columns, width, h.dtype)
-    slab = slab_columns(rows, columns, out.element_size(), config["BN"]) // config["BN"]
+    slab = slab_columns(rows, columns, out.element_size(), config["BN"], order.slab_bytes) // config["BN"]
     grid = (triton.cdiv(rows, config["BM"]) * slab, patterns.segments, triton.cdiv(columns, slab * config["BN"]))
     tile_kernel[grid](
         h, weight, out, patterns.order, patterns.patterns, rows, h.stride(0), columns, 0, 0,
@@ -121,7 +125,13 @@ def _scatter_whole(h: Tensor, weight: Tensor, groups: int, patterns: SortedPatte
 
 
 def _scatter_slabs(
-    h: Tensor, weight: Tensor, groups: int, patterns: SortedPatterns, residual: Tensor | None, deterministic: bool
+    h: Tensor,
+    weight: Tensor,
+    groups: int,
+    order: Order,
+    patterns: SortedPatterns,
+    residual: Tensor | None,
+    deterministic: bool,
 ) -> Tensor:
     """Scatter fp32 partials into a buffer for one slab of columns that stays in L2; round it when it is complete.
 
@@ -132,7 +142,7 @@ def _scatter_slabs(
     width = depth // groups
     out = torch.empty(rows, columns, dtype=h.dtype, device=h.device)
     config = tile_config(rows, columns, width, h.dtype)
-    slab = slab_columns(rows, columns, 4, config["BN"])
+    slab = slab_columns(rows, columns, 4, config["BN"], order.slab_bytes)
     buffer = torch.empty(rows, slab, dtype=torch.float32, device=h.device)
     tiles = slab // config["BN"]
     together = 1 if deterministic else patterns.segments

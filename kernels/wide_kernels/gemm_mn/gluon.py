@@ -273,7 +273,7 @@ def project(
     columns, groups = weight.shape[0], mask.shape[1]
     width = columns // groups
     gated = weight_up is not None
-    tile = hopper_config(rows, width, gated)
+    tile = hopper_config(rows, width, gated, x.dtype)
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     x = _addressable(x)
     with on_device_of(x):

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from wide_kernels.tuning.tiles import largest_power
-
 # Kernel -> the operator that shows its speed.
 TUNED = {
     "gemm_mn": "gemm_mn",
@@ -72,9 +70,6 @@ def force(kernel: str, config: Entries) -> Iterator[None]:
         del _FORCED[kernel]
 
 
-def forced(kernel: str, width: int | None = None) -> dict[str, int]:
-    """The forced entries, if any; with `width`, a column tile still divides a group of that many channels."""
-    config = dict(_FORCED.get(kernel, {}))
-    if "BN" in config and width is not None:
-        config["BN"] = largest_power(width, config["BN"])
-    return config
+def forced(kernel: str) -> dict[str, int]:
+    """The forced entries, if any."""
+    return dict(_FORCED.get(kernel, {}))
