@@ -18,8 +18,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if not torch.cuda.is_available():
-    # Triton decides at its import, by whichever test comes first, whether kernels run in its slow interpreter. The tests
-    # of the kernels themselves want that; all others take the torch backend (tests/kernels lifts it for its own).
+    # Triton decides at its import, by whichever test comes first, whether kernels run in its slow interpreter. The
+    # tests of the kernels themselves want that; all others take the torch backend (tests/kernels lifts it for its own).
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["WIDE_KERNELS_BACKEND"] = "torch"
 
