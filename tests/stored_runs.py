@@ -184,7 +184,7 @@ def write_profile(
 
 
 def speed_point(
-    phase: str, speedup: float, *, batch: int = 1, prompt: int = 1024, masks: str = "real"
+    phase: str, speedup: float, *, batch: int = 1, prompt: int = 1024, masks: str = "learned"
 ) -> dict[str, Any]:
     def times(p50: float) -> dict[str, Any]:
         return {"p50_ms": p50, "p90_ms": 1.1 * p50, "p99_ms": 1.2 * p50, "min_ms": 0.9 * p50, "n": 50}

@@ -44,7 +44,7 @@ def test_the_sparsity_sweep_of_retention_shows_the_papers_points_as_published(ru
 
 
 def test_throughput_is_drawn_along_what_varies() -> None:
-    made = [ThroughputPoint("m", "profile-x", "ttft", b, 1024, 128, 0.5, 64, "real", 3, 2, 1.5) for b in (1, 8)]
+    made = [ThroughputPoint("m", "profile-x", "ttft", b, 1024, 128, 0.5, 64, "learned", 3, 2, 1.5) for b in (1, 8)]
     (chart,) = throughput_chart("m", made)
     assert chart.x_label == "batch size" and [mark.x for mark in chart.series[0].marks] == [1, 8]
 

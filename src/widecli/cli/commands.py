@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, str] = {
     "eval": "Measure a checkpoint beside its dense model: perplexity, tasks, skip rates.",
     "export": "Write a checkpoint, or its merged model, as a folder of its own with a model card.",
     "generate": "Continue a prompt with a checkpoint or a dense model, and say how fast that was.",
+    "profile": "Measure dense and routed speed in turns: first token, further tokens, bounds, parts.",
     "demo": "Calibrate and evaluate the embedded model on this machine, in minutes.",
     "report": "Tables, plots and one page from all runs: Pareto fronts, sweeps, seeds.",
     "inspect": "Show what a checkpoint's routers learned: layers, groups, words, tiles.",

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from widecli.engine.cache import check_memory
+from widecli.engine.cache import KVCache, check_memory
 from widecli.engine.layer import Layer
 from widecli.engine.routing import Decision, Masks
 from widecli.engine.session import Session
@@ -66,18 +66,25 @@ class InferenceModel:
         return cls.from_routed(backbone, config.plan, routers)
 
     @classmethod
-    def from_dense(cls, model: Backbone | nn.Module) -> InferenceModel:
-        """A dense model: a loaded `Backbone` or a Hugging Face causal LM, which shares its weights with the result."""
-        weights = take_weights(model.model if isinstance(model, Backbone) else model)
+    def from_dense(cls, model: Backbone | nn.Module | ModelWeights) -> InferenceModel:
+        """A dense model: a loaded `Backbone` or a Hugging Face causal LM, which shares its weights with the result.
+
+        Weights already taken serve several models at once, dense and routed.
+        """
+        weights = _weights_of(model)
         layers = tuple(Layer(i, weights) for i in range(weights.shape.num_hidden_layers))
         return cls(weights, layers, None, None, model if isinstance(model, Backbone) else None)
 
     @classmethod
     def from_routed(
-        cls, model: Backbone | nn.Module, plan: RoutingPlan, routers: nn.ModuleDict, masks: Masks | None = None
+        cls,
+        model: Backbone | nn.Module | ModelWeights,
+        plan: RoutingPlan,
+        routers: nn.ModuleDict,
+        masks: Masks | None = None,
     ) -> InferenceModel:
         """A model with routers laid out as `RoutedModel.routers`; `masks` decide in their place, but they still run."""
-        weights = take_weights(model.model if isinstance(model, Backbone) else model)
+        weights = _weights_of(model)
         plan.validate(weights.shape)
         routers = routers.to(weights.device)
         layers, decisions = _routed_layers(weights, plan, routers, masks)
@@ -95,20 +102,29 @@ class InferenceModel:
         window = self.weights.window
         return self.weights.max_tokens if window is None else min(window, self.weights.max_tokens)
 
-    def session(self, batch: int, capacity: int, *, graphs: bool | None = None) -> Session:
+    def session(
+        self, batch: int, capacity: int, *, graphs: bool | None = None, cache: KVCache | None = None
+    ) -> Session:
         """Buffers for `batch` sequences of at most `capacity` tokens; CUDA graphs by default where there is a GPU.
 
+        `cache`: another session's of the same size, for models that take turns on one; each overwrites the other's.
         Raises UsageError for more than the model or the memory can hold, naming the largest that fits.
         """
         if batch < 1 or capacity < 1:
             raise UsageError(f"a session needs at least one sequence of one token, got {batch} of {capacity}")
         self.check_length(capacity)
         device = self.weights.device
-        check_memory(self.shape, batch, capacity, self.weights.dtype, device)
+        if cache is None:
+            check_memory(self.shape, batch, capacity, self.weights.dtype, device)
+            cache = KVCache(self.shape, batch, capacity, self.weights.dtype, device)
+        elif (cache.batch, cache.capacity) != (batch, capacity):
+            raise UsageError(
+                f"a cache of {cache.batch} sequences of {cache.capacity} tokens cannot serve {batch} of {capacity}"
+            )
         on_gpu = device.type == "cuda"
         if graphs and not on_gpu:
             raise UsageError(f"CUDA graphs need a GPU, the model is on {device}")
-        return Session(self.weights, self.layers, self.counter, batch, capacity, on_gpu if graphs is None else graphs)
+        return Session(self.weights, self.layers, self.counter, cache, on_gpu if graphs is None else graphs)
 
     def check_length(self, tokens: int) -> None:
         """Raise UsageError when the model cannot hold a sequence of so many tokens, naming what it can."""
@@ -124,6 +140,12 @@ class InferenceModel:
             f"sequences of {tokens} tokens are longer than the {self.max_tokens} this model is made for; ask for at "
             f"most {self.max_tokens}, prompt and generated together"
         )
+
+
+def _weights_of(model: Backbone | nn.Module | ModelWeights) -> ModelWeights:
+    if isinstance(model, ModelWeights):
+        return model
+    return take_weights(model.model if isinstance(model, Backbone) else model)
 
 
 def _routed_layers(

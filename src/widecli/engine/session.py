@@ -27,7 +27,7 @@ PREFILL_CHUNK_TOKENS = 16384  # of all sequences together: bounds the memory of 
 
 
 class Session:
-    """Static buffers for `batch` sequences of at most `capacity` tokens; made by `InferenceModel.session`.
+    """Static buffers for the sequences that its cache holds; made by `InferenceModel.session`.
 
     `prefill` reads the prompts, then each `decode` takes one token a sequence. `lengths`, `token` and `active` [B] lie
     on the device; a sequence that is not active keeps running with its batch but is not counted. With `graphs`, decode
@@ -39,8 +39,7 @@ class Session:
         weights: ModelWeights,
         layers: Sequence[Layer],
         counter: SkipCounter | None,
-        batch: int,
-        capacity: int,
+        cache: KVCache,
         graphs: bool,
     ) -> None:
         device, shape = weights.device, weights.shape
@@ -48,8 +47,9 @@ class Session:
         self._layers = layers
         self._counter = counter
         self._graphs = graphs
-        self.cache = KVCache(shape, batch, capacity, weights.dtype, device)
-        self._tables = rotary_tables(weights.rotary, capacity, shape.head_dim, weights.dtype, device)
+        self.cache = cache
+        batch = cache.batch
+        self._tables = rotary_tables(weights.rotary, cache.capacity, shape.head_dim, weights.dtype, device)
         self.token = torch.zeros(batch, dtype=torch.int64, device=device)
         self.active = torch.ones(batch, dtype=torch.bool, device=device)
         # executed groups and tokens
@@ -122,6 +122,19 @@ class Session:
             logits = self._decode_once(keys=self._filled + 1)
         self._filled += 1
         return logits
+
+    @torch.inference_mode()
+    def rewind(self, tokens: int, token: Tensor) -> None:
+        """Go back to where every sequence had `tokens` tokens in the cache and `token` int64 [B] came next.
+
+        What the cache holds there is the caller's matter: a prefill left it, or it was written from outside.
+        """
+        if not 0 <= tokens <= self.capacity:
+            raise UsageError(f"the cache has {self.capacity} slots a sequence, got a position of {tokens}")
+        self.cache.lengths.fill_(tokens)
+        self.active.fill_(True)
+        self.token.copy_(token)
+        self._filled = tokens
 
     @torch.inference_mode()
     def record_decode(self) -> None:

@@ -227,7 +227,7 @@ def speedups(summary: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for point in summary.get("points") or []:
         phase, speedup = str(point.get("phase", "")).lower(), number(point.get("speedup"))
-        if phase not in ("ttft", "tpot") or speedup is None or point.get("masks", "real") != "real":
+        if phase not in ("ttft", "tpot") or speedup is None or point.get("masks", "learned") != "learned":
             continue
         sizes = [f"b{point.get('batch')}", f"p{point.get('prompt')}"]
         if phase == "tpot":

@@ -141,7 +141,7 @@ def _throughput_point(point: Mapping[str, Any], run: str, model: str, speedup: f
         gen=number(point.get("gen")),
         sparsity=number(point.get("sparsity")),
         group_size=number(point.get("group_size")),
-        masks=str(point.get("masks") or "real"),
+        masks=str(point.get("masks") or "learned"),
         dense_ms=median("dense"),
         routed_ms=median("routed"),
         speedup=speedup,

@@ -16,6 +16,7 @@ REQUIRED_KEYS: Mapping[str, tuple[str, ...]] = {
     "lora": (*_ROUTED, "adapter", "objective", "routers", "origin"),
     "eval": (*_ROUTED, "perplexity", "tasks", "average", "retention", "dense"),
     "inspect": ("model", "plan", "skip_rate", "flops_skipped", "steps", "checkpoint", "text", "tokens", "layers"),
+    "profile": ("model", "plan", "checkpoint", "points"),
 }
 """Command -> keys of its summary, besides `schema`, `command` and `run_dir`."""
 

@@ -1,0 +1,96 @@
+"""What a terminal shows of a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from widecli.cli.console import console, note
+from widecli.report.tables import Column, Table, Value, terminal
+
+_FLAT = 1e-3  # share of a step below which a part is not shown
+
+
+def print_points(points: Sequence[Mapping[str, Any]], model: str, masks: str) -> None:
+    """Dense beside routed, each with the share of its bound that was reached."""
+    rows: list[dict[str, Value]] = []
+    for point in points:
+        row: dict[str, Value] = {key: point[key] for key in ("batch", "prompt", "sparsity", "group_size", "speedup")}
+        row["phase"] = point["phase"].upper()
+        for side in ("dense", "routed"):
+            figures = point[side]
+            row |= {side: figures["p50_ms"], f"{side} reached": figures["bound_reached"]}
+            row[f"{side} rate"] = figures["tokens_per_second"]
+            row[f"{side} joules"] = figures.get("joules_per_token")
+            peak = figures.get("memory", {}).get("peak_bytes")
+            row[f"{side} memory"] = None if peak is None else peak / 2**30
+        rows.append(row)
+    columns = [
+        Column("phase", "phase"),
+        Column("batch", "batch", "count"),
+        Column("prompt", "prompt", "count"),
+        Column("sparsity", "S, %", "percent"),
+        Column("group_size", "G", "count"),
+    ]
+    for side in ("dense", "routed"):
+        columns += [
+            Column(side, f"{side},\nms", "ms"),
+            Column(f"{side} reached", "of bound,\n%", "percent", 2),
+            Column(f"{side} rate", "tokens/s", "count", 3),
+            Column(f"{side} joules", "J/token", "figure", 4),
+            Column(f"{side} memory", "GiB", "figure", 4),
+        ]
+    columns.append(Column("speedup", "speed-up", "times"))
+    for row in rows:
+        for side in ("dense", "routed"):
+            rate = row[f"{side} rate"]
+            row[f"{side} rate"] = round(rate) if isinstance(rate, float) and rate >= 100 else rate
+    title = f"{model}, {masks} masks: medians"
+    console.print(terminal(Table("profile", title, tuple(columns), tuple(rows)).filled(), console.width))
+
+
+def print_breakdown(points: Sequence[Mapping[str, Any]]) -> None:
+    """Milliseconds of each part, dense beside routed, and the routed part's bound."""
+    for point in points:
+        dense, routed = (point[side]["breakdown_ms"] for side in ("dense", "routed"))
+        ideal = point["routed"]["bound_parts_ms"]
+        rows: list[dict[str, Value]] = []
+        for part in dict.fromkeys([*dense, *routed]):
+            if max(dense.get(part, 0.0) / sum(dense.values()), routed.get(part, 0.0) / sum(routed.values())) < _FLAT:
+                continue
+            rows.append(
+                {
+                    "part": part,
+                    "dense": _milliseconds(dense.get(part)),
+                    "routed": _milliseconds(routed.get(part)),
+                    "bound": _milliseconds(ideal.get(part)),
+                }
+            )
+        columns = (
+            Column("part", "part"),
+            Column("dense", "dense, ms"),
+            Column("routed", "routed, ms"),
+            Column("bound", "routed bound, ms"),
+        )
+        title = (
+            f"{point['phase'].upper()}, batch {point['batch']}, prompt {point['prompt']}, "
+            f"S {100 * point['sparsity']:.4g} %, G {point['group_size']}"
+        )
+        console.print(terminal(Table("breakdown", title, columns, tuple(rows)), console.width))
+        note(f"of the dense step {point['dense']['fixed_share']:.1%} cannot be skipped")
+
+
+def print_saturation(most: Sequence[Mapping[str, Any]]) -> None:
+    """The most tokens a second."""
+    for entry in most:
+        rate = "learned" if entry["sparsity"] is None else f"S {100 * entry['sparsity']:.4g} %"
+        sides = ", ".join(
+            f"{side} {entry[side]['tokens_per_second']:,.0f} tokens/s at batch {entry[side]['batch']}"
+            for side in ("dense", "routed")
+        )
+        what = "prefill" if entry["phase"] == "ttft" else "decode"
+        note(f"{what}, prompt {entry['prompt']}, {rate}, G {entry['group_size']}: {sides}, {entry['speedup']:.2f}x")
+
+
+def _milliseconds(value: float | None) -> str | None:
+    return None if value is None else f"{value:.4g}"

@@ -1,0 +1,361 @@
+"""Measures a subject over its grid: one cell a batch and prompt, in which dense and all routed variants take turns."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from widecli.engine.model import InferenceModel
+from widecli.engine.session import PREFILL_CHUNK_TOKENS, Session
+from widecli.model.plan import RoutingPlan
+from widecli.model.trace import RoutingTrace
+from widecli.profiling.bound import Pass, Peaks, Phase, Skipped, bound, peaks_of
+from widecli.profiling.energy import EnergyMeter
+from widecli.profiling.latency import Times, first_token, further_tokens, interleaved
+from widecli.profiling.memory import Demand, memory_model
+from widecli.profiling.subject import Outline, Settings, Subject, Variant
+from widecli.profiling.trace import breakdown, fixed_share, range_times
+
+Point = dict[str, Any]
+_REACH = {"cuda": 0.6, "cpu": 0.15}  # share of the bound that a first guess of the time takes for granted
+_SETTING_UP = {"cuda": 10.0, "cpu": 0.5}  # seconds a cell: compiling, tuning, recording
+_PROFILED_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of those that take turns: the dense model (no variant) or a routed one."""
+
+    session: Session
+    model: InferenceModel
+    variant: Variant | None
+
+
+def check(outline: Outline, settings: Settings, *, loaded: bool) -> None:
+    """Refuse a grid that the model or the memory cannot hold, before anything large is allocated."""
+    demand = _demand(outline, settings, loaded)
+    for prompt in settings.prompts:
+        for batch in settings.batches:
+            demand.check(batch, prompt, capacity_of(settings, prompt), outline.device)
+
+
+def fitting_batches(outline: Outline, settings: Settings, free: int | None, *, loaded: bool) -> tuple[int, ...]:
+    """Those of the batches whose cells all fit in `free` bytes."""
+    if free is None:
+        return settings.batches
+    demand = _demand(outline, settings, loaded)
+    most = min(
+        demand.largest_batch(prompt, capacity_of(settings, prompt), free, max(settings.batches))
+        for prompt in settings.prompts
+    )
+    return tuple(batch for batch in settings.batches if batch <= most)
+
+
+def capacity_of(settings: Settings, prompt: int) -> int:
+    """Tokens a sequence may have in a cell."""
+    return prompt + (settings.gen if "tpot" in settings.phases else 0)
+
+
+def _demand(outline: Outline, settings: Settings, loaded: bool) -> Demand:
+    plans = [plan for plan in outline.plans for _ in settings.sparsities or (None,)]
+    return Demand(
+        outline.shape,
+        plans,
+        outline.dtype,
+        outline.tied,
+        loaded,
+        shared_cache=settings.masks == "random",
+        prefills="ttft" in settings.phases or settings.masks == "learned",
+    )
+
+
+def expected_seconds(outline: Outline, settings: Settings) -> float:
+    """About how long the measurement takes, from the bounds."""
+    kind = outline.device.type
+    peaks = peaks_of(outline.device, outline.dtype)
+    sides = 1 + len(outline.plans) * max(1, len(settings.sparsities))
+    total = 0.0
+    for prompt in settings.prompts:
+        for batch in settings.batches:
+            for phase in settings.phases:
+                step = _pass(outline, settings, phase, batch, prompt)
+                turn = sides * bound(step, peaks).seconds / _REACH[kind]
+                turn *= settings.gen - 1 if phase == "tpot" else 1
+                # two turns warm up; recording runs a prefill three times more
+                total += 4 * turn + max(settings.seconds, 3 * turn)
+            total += _SETTING_UP[kind]
+    return total
+
+
+def estimates(outline: Outline, settings: Settings) -> list[dict[str, Any]]:
+    """Every cell's dense bound and the memory of one model, from the sizes alone."""
+    peaks = peaks_of(outline.device, outline.dtype)
+    return [
+        {
+            "phase": phase,
+            "batch": batch,
+            "prompt": prompt,
+            "dense_bound_ms": 1e3 * bound(_pass(outline, settings, phase, batch, prompt), peaks).seconds,
+            "memory": memory_model(
+                outline.shape,
+                outline.plans[0],
+                batch,
+                prompt,
+                capacity_of(settings, prompt),
+                outline.dtype,
+                tied=outline.tied,
+                prefills="ttft" in settings.phases,
+            ).as_dict(),
+        }
+        for prompt in settings.prompts
+        for batch in settings.batches
+        for phase in settings.phases
+    ]
+
+
+def measure(
+    subject: Subject,
+    settings: Settings,
+    note: Callable[[str], None],
+    remark: Callable[[str], None],
+    done: Callable[[Point], None],
+) -> list[Point]:
+    """All points, each handed to `done` as soon as it is there; `note` takes progress, `remark` what to remember."""
+    meter = None
+    if settings.energy:
+        meter, why_not = EnergyMeter.open(subject.outline.device)
+        if why_not:
+            remark(why_not)
+    if settings.memory and subject.outline.device.type != "cuda":
+        remark("peak memory is counted on a GPU alone; here only the memory model is given")
+    points: list[Point] = []
+    for prompt in settings.prompts:
+        for batch in settings.batches:
+            note(f"batch {batch}, prompt {prompt}: {len(subject.variants)} routed beside dense")
+            for point in Cell(subject, settings, batch, prompt, meter).measure():
+                points.append(point)
+                done(point)
+            gc.collect()
+            if subject.outline.device.type == "cuda":
+                torch.cuda.empty_cache()
+    return points
+
+
+class Cell:
+    """One batch and prompt."""
+
+    def __init__(
+        self, subject: Subject, settings: Settings, batch: int, prompt: int, meter: EnergyMeter | None
+    ) -> None:
+        self._subject = subject
+        self._settings = settings
+        self._batch = batch
+        self._prompt = prompt
+        self._meter = meter
+        self._outline = subject.outline
+        self._capacity = capacity_of(settings, prompt)
+        self._ids = subject.prompts(batch, prompt)
+        self._peaks: Peaks = peaks_of(self._outline.device, self._outline.dtype)
+
+    def measure(self) -> list[Point]:
+        """The cell's points, phase by phase."""
+        peaks = self._peak_memory() if self._settings.memory else {}
+        sides = self._open()
+        points: list[Point] = []
+        for phase in self._settings.phases:
+            calls = self._prefills(sides) if phase == "ttft" else self._decodes(sides)
+            times = interleaved(calls, self._settings.seconds)
+            found = []
+            for i, (side, call, timed) in enumerate(zip(sides, calls, times, strict=True)):
+                figures, trace = self._figures(phase, side, call, timed)
+                if self._settings.memory:
+                    figures["memory"] = self._memory(side, peaks.get(i))
+                found.append((figures, trace))
+            dense = found[0][0]
+            for side, (figures, trace) in zip(sides[1:], found[1:], strict=True):
+                assert side.variant is not None
+                points.append(self._point(phase, side.variant, dense, figures, trace))
+        return points
+
+    def _open(self) -> list[Side]:
+        """Sessions of all sides, on one cache where decisions do not depend on what it holds."""
+        dense = self._subject.dense.session(self._batch, self._capacity)
+        cache = dense.cache if self._settings.masks == "random" else None
+        sides = [Side(dense, self._subject.dense, None)]
+        for variant in self._subject.variants:
+            sides.append(Side(variant.model.session(self._batch, self._capacity, cache=cache), variant.model, variant))
+        return sides
+
+    def _prefills(self, sides: Sequence[Side]) -> list[Callable[[], list[float]]]:
+        for side in sides:
+            # a prompt in several chunks keeps the device busy without a graph
+            if self._prompt <= PREFILL_CHUNK_TOKENS // self._batch:
+                side.session.record_prefill(self._prompt)
+        return [partial(first_token, side.session, self._ids) for side in sides]
+
+    def _decodes(self, sides: Sequence[Side]) -> list[Callable[[], list[float]]]:
+        steps = self._settings.gen - 1
+        first: list[Tensor]
+        if self._settings.masks == "learned":
+            for side in sides:
+                side.session.prefill(self._ids)
+            first = [side.session.token.clone() for side in sides]
+        else:
+            _fill(sides[0].session)
+            first = [self._ids[:, 0].to(self._outline.device)] * len(sides)
+        for side, token in zip(sides, first, strict=True):
+            side.session.rewind(self._prompt, token)
+            side.session.record_decode()
+        return [
+            partial(further_tokens, side.session, self._prompt, token, steps)
+            for side, token in zip(sides, first, strict=True)
+        ]
+
+    def _figures(
+        self, phase: Phase, side: Side, call: Callable[[], list[float]], times: Times
+    ) -> tuple[dict[str, Any], RoutingTrace | None]:
+        """One side's figures, and what it skipped."""
+        tokens = self._batch * (self._prompt if phase == "ttft" else 1)
+        trace = None
+        if side.variant is not None:
+            side.session.reset_skipped()
+            call()
+            trace = side.session.skipped()
+        ideal = bound(self._pass(phase), self._peaks, _skipped(side.variant, trace, self._outline))
+        figures: dict[str, Any] = {
+            **times.as_dict(),
+            "tokens_per_second": 1e3 * tokens / times.p50_ms,
+            "bound_ms": 1e3 * ideal.seconds,
+            "bound_reached": 1e3 * ideal.seconds / times.p50_ms,
+        }
+        if self._meter is not None:
+            per_call = tokens * (1 if phase == "ttft" else self._settings.gen - 1)
+            figures["joules_per_token"] = self._meter.joules(call) / per_call
+        if self._settings.breakdown:
+            parts = breakdown(self._parts(phase, side), times.p50_ms)
+            figures["breakdown_ms"] = parts
+            figures["bound_parts_ms"] = {part: 1e3 * seconds for part, seconds in ideal.parts.items()}
+            if side.variant is None:
+                figures["fixed_share"] = fixed_share(parts, self._outline.shape)
+        return figures, trace
+
+    def _parts(self, phase: Phase, side: Side) -> dict[str, float]:
+        """Milliseconds by part of a plain pass, on the side's own cache."""
+        plain = side.model.session(self._batch, self._capacity, graphs=False, cache=side.session.cache)
+        if phase == "ttft":
+            return range_times(lambda: plain.prefill(self._ids), self._outline.device, 1)
+        token = side.session.token.clone()
+        steps = min(_PROFILED_STEPS, self._settings.gen - 1)
+
+        def run() -> None:
+            plain.rewind(self._prompt, token)
+            for _ in range(steps):
+                plain.decode()
+
+        return {part: value / steps for part, value in range_times(run, self._outline.device, 1).items()}
+
+    def _peak_memory(self) -> dict[int, int]:
+        """Peak bytes of each side alone, prefill and two steps as they are asked for, without graphs."""
+        device = self._outline.device
+        if device.type != "cuda":
+            return {}
+        found = {}
+        models = [self._subject.dense, *(variant.model for variant in self._subject.variants)]
+        for i, model in enumerate(models):
+            session = model.session(self._batch, self._capacity, graphs=False)
+            torch.cuda.reset_peak_memory_stats(device)
+            if "ttft" in self._settings.phases:
+                session.prefill(self._ids)
+            if "tpot" in self._settings.phases:
+                session.rewind(self._prompt, session.token.clone())
+                session.decode()
+            found[i] = torch.cuda.max_memory_allocated(device)
+            del session
+        return found
+
+    def _memory(self, side: Side, peak: int | None) -> dict[str, Any]:
+        model = memory_model(
+            self._outline.shape,
+            side.variant.plan if side.variant else None,
+            self._batch,
+            self._prompt,
+            self._capacity,
+            self._outline.dtype,
+            tied=self._outline.tied,
+            prefills="ttft" in self._settings.phases,
+        )
+        return {"peak_bytes": peak, "model": model.as_dict()}
+
+    def _point(
+        self,
+        phase: Phase,
+        variant: Variant,
+        dense: dict[str, Any],
+        routed: dict[str, Any],
+        trace: RoutingTrace | None,
+    ) -> Point:
+        seen = trace.skip_rate() if trace is not None else None
+        sparsity = variant.sparsity if variant.sparsity is not None else (seen.mean if seen else None)
+        return {
+            "phase": phase,
+            "batch": self._batch,
+            "prompt": self._prompt,
+            "gen": self._settings.gen,
+            "sparsity": sparsity,
+            "group_size": variant.plan.ffn_group_size,
+            "masks": self._settings.masks,
+            "skip_rate": {"attention": seen.attention, "ffn": seen.ffn, "mean": seen.mean} if seen else None,
+            "dense": dense,
+            "routed": routed,
+            "speedup": dense["p50_ms"] / routed["p50_ms"],
+            "run": None,
+        }
+
+    def _pass(self, phase: Phase) -> Pass:
+        return _pass(self._outline, self._settings, phase, self._batch, self._prompt)
+
+
+def _pass(outline: Outline, settings: Settings, phase: Phase, batch: int, prompt: int) -> Pass:
+    return Pass.of(outline.shape, phase, batch, prompt, settings.gen, outline.dtype.itemsize)
+
+
+def _skipped(variant: Variant | None, trace: RoutingTrace | None, outline: Outline) -> Skipped | None:
+    if variant is None:
+        return None
+    plan: RoutingPlan = variant.plan
+    if variant.sparsity is not None:
+        return Skipped.evenly(plan, outline.shape, variant.sparsity)
+    assert trace is not None
+    return Skipped(plan, trace.group_rates("attention"), trace.group_rates("ffn"))
+
+
+@torch.inference_mode()
+def _fill(session: Session) -> None:
+    """Random keys and values: without learned decisions nothing but their number matters, and zeros cost less power."""
+    for tensor in (*session.cache.k, *session.cache.v):
+        tensor.normal_()
+
+
+def saturation(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """The most tokens a second over all batch sizes, and at which batch, for each phase, prompt and variant."""
+    keys = ("phase", "prompt", "group_size", "masks")
+    groups: dict[tuple[Any, ...], list[Point]] = {}
+    for point in points:
+        # a learned rate differs a little with the batch: one variant all the same
+        rate = point["sparsity"] if point["masks"] == "random" else None
+        groups.setdefault((*(point[key] for key in keys), rate), []).append(point)
+    found = []
+    for group, members in groups.items():
+        best = {}
+        for side in ("dense", "routed"):
+            top = max(members, key=lambda point: float(point[side]["tokens_per_second"]))
+            best[side] = {"tokens_per_second": top[side]["tokens_per_second"], "batch": top["batch"]}
+        ratio = best["routed"]["tokens_per_second"] / best["dense"]["tokens_per_second"]
+        found.append({**dict(zip((*keys, "sparsity"), group, strict=True)), **best, "speedup": ratio})
+    return found

@@ -1,0 +1,269 @@
+"""From flags to a checked request: what to measure, over which grid, and everything refused before it costs time."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from widecli.engine.cache import free_bytes
+from widecli.errors import UsageError
+from widecli.model import checkpoint
+from widecli.model.backbone import default_device, load_shape, resolve_dtype
+from widecli.profiling import measurement
+from widecli.profiling.bound import Phase, peaks_of
+from widecli.profiling.environment import gpus
+from widecli.profiling.subject import (
+    Masks,
+    Outline,
+    Settings,
+    Subject,
+    load_checkpoint,
+    load_dense,
+    outline_of_shape,
+    random_plans,
+    subject_of_checkpoint,
+    subject_of_shape,
+    with_random_masks,
+)
+from widecli.recipe.schema import ModelSection, TrackSection
+
+DTYPES = ("bfloat16", "float16", "float32")
+_THROUGHPUT_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_SPARSITY = 0.5
+_GROUP_SIZE = 64
+
+T = TypeVar("T", int, float)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The command line as it came; at most one of the first three."""
+
+    checkpoint: Path | None
+    shape: str | None
+    model: str | None
+    masks: str | None = None
+    dtype: str | None = None
+    text: str = ""
+    batch: str | None = None
+    prompt: str | None = None
+    gen: int | None = None
+    sparsity: str | None = None
+    group_size: str | None = None
+    ttft: bool = False
+    tpot: bool = False
+    memory: bool = False
+    energy: bool = False
+    breakdown: bool = False
+    throughput: bool = False
+    seconds: float = 5.0
+
+
+@dataclass(frozen=True)
+class RecordedRecipe:
+    """What a run directory stores, and where the run is tracked."""
+
+    text: str
+    track: TrackSection
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure; `load` makes it."""
+
+    flags: Flags
+    outline: Outline
+    settings: Settings
+    checkpoint: Path | None
+    config: Any = None  # the Hugging Face config of a shape
+
+    @property
+    def where(self) -> str:
+        """Device and dtype for people."""
+        device = self.outline.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+        return f"{name}, {_plain(self.outline.dtype)}"
+
+    @property
+    def run_name(self) -> str:
+        """`<model or run>-<masks>-<hash8>`."""
+        what = [self.outline.name, str(self.checkpoint), _plain(self.outline.dtype), self.flags.text]
+        settings = self.settings.as_dict()
+        digest = hashlib.sha256(json.dumps([what, settings], sort_keys=True).encode()).hexdigest()[:8]
+        stem = self.outline.name.rstrip("/").rsplit("/", 1)[-1].lower()
+        if self.checkpoint is not None:
+            path = self.checkpoint.resolve()
+            owner = path.parent.parent.name if path.parent.name == "checkpoints" else path.parent.name
+            stem = f"{owner.removeprefix('calibrate-')}-{path.name}"
+        return f"{stem}-{self.settings.masks}-{digest}"
+
+    def recipe(self, wandb: str | None) -> RecordedRecipe:
+        """The checkpoint's recipe; of a shape or a dense model, one that names it."""
+        from widecli.recipe.load import dump, load_text, resolve
+
+        if self.checkpoint is not None:
+            text = (self.checkpoint / "recipe.yaml").read_text(encoding="utf-8")
+            recipe = load_text(text, str(self.checkpoint / "recipe.yaml"))
+        else:
+            recipe = resolve(None, (), {"model.name": self.outline.name}).recipe
+            text = dump(recipe)
+        mode = recipe.track.wandb if wandb is None else wandb
+        track = TrackSection.model_validate({"wandb": mode, "project": recipe.track.project})
+        return RecordedRecipe(text, track)
+
+    def load(self, words: str) -> Subject:
+        """Load or draw the weights. Raises UsageError for what only the model itself can tell."""
+        sizes = None if self.settings.masks == "learned" else self.settings.group_sizes
+        if self.checkpoint is not None:
+            outline, model = load_checkpoint(self.checkpoint, self.flags.dtype, sizes)
+            subject = subject_of_checkpoint(outline, model, self.settings, words)
+        elif self.flags.model is not None:
+            outline, weights = load_dense(self.flags.model, self.flags.dtype or "auto", self.settings.group_sizes)
+            subject = with_random_masks(outline, weights, self.settings)
+        else:
+            subject = subject_of_shape(self.outline, self.config, self.settings)
+        longest = max(self.settings.prompts)
+        subject.dense.check_length(measurement.capacity_of(self.settings, longest))
+        return subject
+
+    def facts(self, subject: Subject) -> dict[str, Any]:
+        """What a summary says besides its points."""
+        peaks = peaks_of(self.outline.device, self.outline.dtype)
+        facts: dict[str, Any] = {"model": self.outline.name, "backbone": None, "plan": None, "checkpoint": None}
+        if self.checkpoint is not None:
+            stored = checkpoint.read_config(self.checkpoint)
+            facts |= {
+                "backbone": dataclasses.asdict(stored.backbone),
+                "plan": stored.plan.to_json(),
+                "checkpoint": str(self.checkpoint),
+                "steps": stored.step,
+                "recipe_hash": stored.recipe_hash,
+            }
+        device = self.outline.device
+        return facts | {
+            "device": device.type,
+            "device_name": gpus()[0]["name"] if device.type == "cuda" else None,
+            "dtype": _plain(subject.outline.dtype),
+            "peaks": dataclasses.asdict(peaks),
+            "settings": self.settings.as_dict(),
+            "text": self.flags.text if self.settings.masks == "learned" else None,
+        }
+
+
+def read(flags: Flags) -> Request:
+    """Check the flags against each other, the model and the memory. Raises UsageError."""
+    _refuse_several(flags)
+    if flags.dtype is not None and flags.dtype not in DTYPES:
+        raise UsageError(f"--dtype is one of {', '.join(DTYPES)}, got {flags.dtype!r}")
+    device = default_device()
+    target = None
+    if flags.checkpoint is not None:
+        target = checkpoint.resolve(flags.checkpoint)
+        checkpoint.refuse_incomplete(target)
+    masks = _masks(flags)
+    plan = checkpoint.read_config(target).plan if target else None
+    sizes = _list("--G", flags.group_size, int, lambda g: g >= 1, "channels, 1 or more")
+    sizes = sizes or (plan.ffn_group_size if plan else _GROUP_SIZE,)
+    config = None
+    if flags.shape is not None:
+        outline, config = outline_of_shape(flags.shape, flags.dtype or "auto", device, sizes)
+    else:
+        section = ModelSection(name=flags.model or "") if target is None else checkpoint.section_of(target)
+        shape = load_shape(section)
+        plans = (plan,) if plan and masks == "learned" else random_plans(shape, sizes, plan)
+        name = checkpoint.read_config(target).backbone.id if target else section.name
+        dtype = resolve_dtype(flags.dtype or section.dtype, device)
+        outline = Outline(name, shape, dtype, False, None, device, plans)
+    settings = _settings(flags, masks, sizes, outline)
+    _refuse_too_long(outline, settings)
+    if settings.throughput and flags.batch is None:
+        fits = measurement.fitting_batches(outline, settings, free_bytes(device), loaded=False)
+        settings = dataclasses.replace(settings, batches=fits or settings.batches[:1])
+    measurement.check(outline, settings, loaded=False)
+    return Request(flags, outline, settings, target, config)
+
+
+def _refuse_several(flags: Flags) -> None:
+    given = {"a checkpoint": flags.checkpoint, "--shape": flags.shape, "--model": flags.model}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        raise UsageError(f"name one thing to measure, a checkpoint, --shape or --model; got {' and '.join(named)}")
+
+
+def _masks(flags: Flags) -> Masks:
+    masks = flags.masks or ("random" if flags.checkpoint is None else "learned")
+    if masks == "random":
+        return "random"
+    if masks != "learned":
+        raise UsageError(f"--masks is learned or random, got {masks!r}")
+    if flags.checkpoint is None:
+        raise UsageError(f"{flags.shape or flags.model} has no routers: name a checkpoint, or --masks random")
+    if flags.sparsity is not None or flags.group_size is not None:
+        raise UsageError("a checkpoint decides its own sparsity and groups; --sparsity and --G need --masks random")
+    return "learned"
+
+
+def _settings(flags: Flags, masks: Masks, sizes: tuple[int, ...], outline: Outline) -> Settings:
+    on_gpu = outline.device.type == "cuda"
+    phases: tuple[Phase, ...] = ("ttft", "tpot")
+    if flags.ttft != flags.tpot:
+        phases = ("ttft",) if flags.ttft else ("tpot",)
+    gen = flags.gen if flags.gen is not None else (128 if on_gpu else 16)
+    if gen < 2:
+        raise UsageError(f"--gen must be at least 2 tokens, the first one and one after it, got {gen}")
+    batches = _list("--batch", flags.batch, int, lambda b: b >= 1, "sequences, 1 or more")
+    prompts = _list("--prompt", flags.prompt, int, lambda p: p >= 1, "tokens, 1 or more")
+    rates = _list("--sparsity", flags.sparsity, float, lambda s: 0 <= s < 1, "shares from 0 to below 1")
+    return Settings(
+        phases,
+        batches or (_THROUGHPUT_BATCHES if flags.throughput else (1,)),
+        prompts or (1024 if on_gpu else 64,),
+        gen,
+        () if masks == "learned" else rates or (_SPARSITY,),
+        () if masks == "learned" else sizes,
+        masks,
+        memory=flags.memory,
+        energy=flags.energy,
+        breakdown=flags.breakdown,
+        throughput=flags.throughput,
+        seconds=flags.seconds,
+    )
+
+
+def _refuse_too_long(outline: Outline, settings: Settings) -> None:
+    longest = measurement.capacity_of(settings, max(settings.prompts))
+    if outline.max_tokens is not None and longest > outline.max_tokens:
+        raise UsageError(
+            f"prompts of {max(settings.prompts)} tokens and {longest - max(settings.prompts)} generated ones are more "
+            f"than the {outline.max_tokens} that {outline.name} is made for; shorten --prompt"
+        )
+
+
+def _list(
+    flag: str, text: str | None, kind: Callable[[str], T], accept: Callable[[T], bool], wanted: str
+) -> tuple[T, ...]:
+    """The values of a comma-separated flag, each once; empty when it was not given."""
+    if text is None:
+        return ()
+    values: list[T] = []
+    for item in text.split(","):
+        try:
+            value = kind(item.strip())
+        except ValueError:
+            value = None
+        if value is None or not accept(value):
+            raise UsageError(f"{flag} takes {wanted}, separated by commas; got {text!r}")
+        if value not in values:
+            values.append(value)
+    return tuple(values)
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

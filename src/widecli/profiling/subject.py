@@ -1,0 +1,176 @@
+"""What is measured: the weights, the dense model on them, and the routed variants that take turns with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from widecli.engine.model import InferenceModel
+from widecli.engine.routing import RandomMasks
+from widecli.engine.weights import ModelWeights
+from widecli.errors import UsageError
+from widecli.model import checkpoint
+from widecli.model.backbone import load_backbone, resolve_dtype
+from widecli.model.plan import ModelShape, RoutingPlan
+from widecli.model.routed import build_routers
+from widecli.profiling.bound import Phase
+from widecli.profiling.shapes import config_of_shape, random_weights
+from widecli.recipe.schema import ModelSection
+
+Masks = Literal["learned", "random"]
+_RANK = 32
+_CHARACTERS_A_TOKEN = 20  # a token is rarely longer
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured, over which grid. `seconds` is the time for one setting; it holds for all variants together."""
+
+    phases: tuple[Phase, ...]
+    batches: tuple[int, ...]
+    prompts: tuple[int, ...]
+    gen: int
+    sparsities: tuple[float, ...]
+    group_sizes: tuple[int, ...]
+    masks: Masks
+    memory: bool = False
+    energy: bool = False
+    breakdown: bool = False
+    throughput: bool = False
+    seconds: float = 5.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A model before its weights: enough to estimate and to refuse."""
+
+    name: str
+    shape: ModelShape
+    dtype: torch.dtype
+    tied: bool
+    max_tokens: int | None  # None = known once it is loaded
+    device: torch.device
+    plans: tuple[RoutingPlan, ...]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One routed model. `sparsity` None = what its routers decide."""
+
+    sparsity: float | None
+    plan: RoutingPlan
+    model: InferenceModel
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        rate = "learned" if self.sparsity is None else f"S {100 * self.sparsity:.4g} %"
+        return f"{rate}, G {self.plan.ffn_group_size}"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Everything loaded."""
+
+    outline: Outline
+    dense: InferenceModel
+    variants: tuple[Variant, ...]
+    text: Tensor | None  # tokens of real text, where decisions depend on it
+
+    def prompts(self, batch: int, tokens: int) -> Tensor:
+        """int64 [B, T] on the host: consecutive pieces of the text, from its beginning again at its end; or random."""
+        if self.text is None:
+            generator = torch.Generator().manual_seed(0)
+            return torch.randint(self.outline.shape.vocab_size, (batch, tokens), generator=generator)
+        return self.text.repeat(-(-batch * tokens // len(self.text)))[: batch * tokens].view(batch, tokens)
+
+
+def random_plans(shape: ModelShape, group_sizes: tuple[int, ...], like: RoutingPlan | None) -> tuple[RoutingPlan, ...]:
+    """A plan for each group size, otherwise like a checkpoint's. Raises UsageError for a size that does not fit."""
+    base = like or RoutingPlan(shape.query_heads_per_kv_head, group_sizes[0], _RANK)
+    plans = tuple(dataclasses.replace(base, ffn_group_size=size) for size in group_sizes)
+    for plan in plans:
+        plan.validate(shape)
+    return plans
+
+
+def outline_of_shape(name: str, dtype: str, device: torch.device, group_sizes: tuple[int, ...]) -> tuple[Outline, Any]:
+    """A known shape and its config; makes nothing."""
+    config = config_of_shape(name)
+    shape = ModelShape.from_config(config)
+    outline = Outline(
+        name.lower(),
+        shape,
+        resolve_dtype(dtype, device),
+        bool(config.tie_word_embeddings),
+        int(config.max_position_embeddings),
+        device,
+        random_plans(shape, group_sizes, None),
+    )
+    return outline, config
+
+
+def subject_of_shape(outline: Outline, config: Any, settings: Settings) -> Subject:
+    """Random weights of that shape, and random masks."""
+    weights = random_weights(config, outline.device, outline.dtype)
+    return with_random_masks(outline, weights, settings)
+
+
+def load_dense(name: str, dtype: str, group_sizes: tuple[int, ...]) -> tuple[Outline, ModelWeights]:
+    """A dense model, to be measured with random masks."""
+    model = InferenceModel.from_dense(load_backbone(ModelSection.model_validate({"name": name, "dtype": dtype})))
+    return _outline_of(name, model, random_plans(model.shape, group_sizes, None)), model.weights
+
+
+def load_checkpoint(
+    directory: Path, dtype: str | None, group_sizes: tuple[int, ...] | None
+) -> tuple[Outline, InferenceModel]:
+    """A checkpoint; `group_sizes` where random masks replace its decisions."""
+    checkpoint.refuse_incomplete(directory)
+    model = InferenceModel.from_checkpoint(directory, dtype=dtype)
+    if model.plan is None or model.counter is None:
+        raise UsageError(f"{directory} routes nothing: its plan leaves every part of every layer dense")
+    plans = (model.plan,) if group_sizes is None else random_plans(model.shape, group_sizes, model.plan)
+    return _outline_of(checkpoint.read_config(directory).backbone.id, model, plans), model
+
+
+def subject_of_checkpoint(outline: Outline, model: InferenceModel, settings: Settings, words: str) -> Subject:
+    """The checkpoint on the text `words`, with its own decisions or (`settings.masks`) random ones."""
+    if settings.masks == "random":
+        return with_random_masks(outline, model.weights, settings)
+    assert model.plan is not None and model.backbone is not None
+    needed = max(settings.batches) * max(settings.prompts)
+    encoded = model.backbone.tokenizer(
+        words[: _CHARACTERS_A_TOKEN * needed + 1000], add_special_tokens=False, verbose=False
+    )["input_ids"]
+    if not encoded:
+        raise UsageError("the text has no tokens: name a longer one with --text")
+    text = torch.tensor(encoded, dtype=torch.int64)
+    variant = Variant(None, model.plan, model)
+    return Subject(outline, InferenceModel.from_dense(model.weights), (variant,), text)
+
+
+def with_random_masks(outline: Outline, weights: ModelWeights, settings: Settings) -> Subject:
+    """Any weights with routers that have learned nothing, each decision replaced by a random mask."""
+    variants = []
+    for plan in outline.plans:
+        routers = build_routers(plan, outline.shape).to(outline.device)
+        for sparsity in settings.sparsities:
+            masks = RandomMasks(sparsity)
+            variants.append(Variant(sparsity, plan, InferenceModel.from_routed(weights, plan, routers, masks)))
+    return Subject(outline, InferenceModel.from_dense(weights), tuple(variants), None)
+
+
+def _outline_of(name: str, model: InferenceModel, plans: tuple[RoutingPlan, ...]) -> Outline:
+    weights = model.weights
+    tied = weights.lm_head.weight.data_ptr() == weights.embedding.data_ptr()
+    return Outline(name, model.shape, weights.dtype, tied, model.max_tokens, weights.device, plans)
