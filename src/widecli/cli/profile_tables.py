@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from widecli.cli.console import console, note
+from widecli.profiling.trace import PARTS
 from widecli.report.tables import Column, Table, Value, terminal
 
 _FLAT = 1e-3  # share of a step below which a part is not shown
@@ -50,34 +51,23 @@ def print_points(points: Sequence[Mapping[str, Any]], model: str, masks: str) ->
 
 
 def print_breakdown(points: Sequence[Mapping[str, Any]]) -> None:
-    """Milliseconds of each part, dense beside routed, and the routed part's bound."""
+    """Milliseconds of each part, the dense model beside every variant; one table for each cell."""
+    cells: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for point in points:
-        dense, routed = (point[side]["breakdown_ms"] for side in ("dense", "routed"))
-        ideal = point["routed"]["bound_parts_ms"]
+        cells.setdefault((point["phase"], point["batch"], point["prompt"]), []).append(point)
+    for (phase, batch, prompt), members in cells.items():
+        dense = members[0]["dense"]
+        steps = [dense["breakdown_ms"], *(point["routed"]["breakdown_ms"] for point in members)]
+        heads = ["dense", *(f"S {100 * point['sparsity']:.3g} %\nG {point['group_size']}" for point in members)]
         rows: list[dict[str, Value]] = []
-        for part in dict.fromkeys([*dense, *routed]):
-            if max(dense.get(part, 0.0) / sum(dense.values()), routed.get(part, 0.0) / sum(routed.values())) < _FLAT:
-                continue
-            rows.append(
-                {
-                    "part": part,
-                    "dense": _milliseconds(dense.get(part)),
-                    "routed": _milliseconds(routed.get(part)),
-                    "bound": _milliseconds(ideal.get(part)),
-                }
-            )
-        columns = (
-            Column("part", "part"),
-            Column("dense", "dense, ms"),
-            Column("routed", "routed, ms"),
-            Column("bound", "routed bound, ms"),
-        )
-        title = (
-            f"{point['phase'].upper()}, batch {point['batch']}, prompt {point['prompt']}, "
-            f"S {100 * point['sparsity']:.4g} %, G {point['group_size']}"
-        )
-        console.print(terminal(Table("breakdown", title, columns, tuple(rows)), console.width))
-        note(f"of the dense step {point['dense']['fixed_share']:.1%} cannot be skipped")
+        for part in (part for part in PARTS if any(step.get(part, 0.0) > _FLAT * sum(step.values()) for step in steps)):
+            times = {str(i): _milliseconds(step.get(part)) for i, step in enumerate(steps)}
+            rows.append({"part": part, **times, "bound": _milliseconds(dense["bound_parts_ms"].get(part))})
+        columns = [Column("part", "part"), *(Column(str(i), head) for i, head in enumerate(heads))]
+        columns.insert(2, Column("bound", "dense\nbound", importance=1))
+        title = f"{phase.upper()}, batch {batch}, prompt {prompt}: milliseconds by part"
+        console.print(terminal(Table("breakdown", title, tuple(columns), tuple(rows)), console.width))
+        note(f"of the dense step {dense['fixed_share']:.1%} cannot be skipped")
 
 
 def print_saturation(most: Sequence[Mapping[str, Any]]) -> None:
@@ -93,4 +83,4 @@ def print_saturation(most: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _milliseconds(value: float | None) -> str | None:
-    return None if value is None else f"{value:.4g}"
+    return None if value is None else f"{value:.3g}"

@@ -26,10 +26,10 @@ GroupRates = Sequence[Sequence[float]]
 
 # Data sheets: dense bf16 FLOP/s with fp32 sums, bytes a second. The first name found in the device's counts.
 _DATA_SHEETS: tuple[tuple[str, float, float], ...] = (
+    ("GH200", 989.4e12, 4.0e12),
     ("H200", 989.4e12, 4.8e12),
     ("H100 PCIe", 756e12, 2.0e12),
     ("H100", 989.4e12, 3.35e12),
-    ("GH200", 989.4e12, 4.0e12),
     ("B200", 2250e12, 8.0e12),
     ("A100-SXM4-80GB", 312e12, 2.039e12),
     ("A100", 312e12, 1.555e12),

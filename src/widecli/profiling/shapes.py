@@ -112,7 +112,7 @@ def random_weights(config: Any, device: torch.device, dtype: torch.dtype) -> Mod
     rotary = type(model.get_submodule(family.rotary))
     model = model.to_empty(device=device)
     model.tie_weights()
-    model.get_submodule(family.decoder).rotary_emb = rotary(config=config, device=device)  # no parameters, but a buffer
+    model.get_submodule(family.decoder).rotary_emb = rotary(config).to(device)  # its buffer was empty
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
