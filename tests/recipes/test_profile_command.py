@@ -1,0 +1,226 @@
+"""`wide profile` as a whole on a CPU: every option, the document's form, what the report makes of it, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from whole_commands import Outcome, Wide
+
+from widecli.profiling import energy, memory
+
+SHAPE = ("--shape", "128x256x2", "--gen", 4, "--seconds", 0.01)
+TIMES = {"p50_ms", "p90_ms", "p99_ms", "min_ms", "mean_ms", "n"}
+ALWAYS = TIMES | {"tokens_per_second", "bound_ms", "bound_reached"}
+
+
+def check_point(point: dict[str, Any], extra: frozenset[str] | set[str] = frozenset()) -> None:
+    """The documented form."""
+    assert list(point)[:7] == ["phase", "batch", "prompt", "gen", "sparsity", "group_size", "masks"]
+    assert point["phase"] in ("ttft", "tpot") and point["masks"] in ("learned", "random")
+    for side in ("dense", "routed"):
+        figures = point[side]
+        assert set(figures) - {"fixed_share"} == ALWAYS | extra
+        assert 0 < figures["min_ms"] <= figures["p50_ms"] <= figures["p90_ms"] <= figures["p99_ms"]
+        assert figures["n"] >= 3 * (1 if point["phase"] == "ttft" else point["gen"] - 1)
+        assert figures["bound_reached"] == pytest.approx(figures["bound_ms"] / figures["p50_ms"])
+        tokens = point["batch"] * (point["prompt"] if point["phase"] == "ttft" else 1)
+        assert figures["tokens_per_second"] == pytest.approx(1e3 * tokens / figures["p50_ms"])
+    assert point["speedup"] == pytest.approx(point["dense"]["p50_ms"] / point["routed"]["p50_ms"])
+    assert Path(point["run"], "summary.json").is_file()
+
+
+def test_a_shape_over_a_grid(wide: Wide, workplace: Path) -> None:
+    done = wide("profile", *SHAPE, "--batch", "1,2", "--prompt", 8, "--sparsity", "0,0.5", "--G", "64,128", "--json")
+    assert done.code == 0, done.err
+    document = done.document
+    assert document["schema"] == "wide.summary/1" and document["command"] == "profile"
+    assert (document["device"], document["dtype"], document["plan"]) == ("cpu", "float32", None)
+    assert document["peaks"]["source"] == "measured"
+    points = document["points"]
+    keys = ("phase", "batch", "prompt", "sparsity", "group_size")
+    assert [tuple(point[key] for key in keys) for point in points] == [
+        (phase, batch, prompt, sparsity, size)
+        for prompt in (8,)
+        for batch in (1, 2)
+        for phase in ("ttft", "tpot")
+        for size in (64, 128)
+        for sparsity in (0.0, 0.5)
+    ]
+    for point in points:
+        check_point(point)
+        assert point["masks"] == "random" and point["gen"] == 4
+        assert point["skip_rate"]["mean"] == pytest.approx(point["sparsity"], abs=0.25)
+    for nothing, half in zip(points[::2], points[1::2], strict=True):
+        assert nothing["skip_rate"]["mean"] == 0 and nothing["dense"] == half["dense"]
+        assert nothing["routed"]["bound_ms"] > nothing["dense"]["bound_ms"]  # routers still run
+        assert nothing["routed"]["bound_ms"] > half["routed"]["bound_ms"]
+    assert "no GPU" in done.err and "on the CPU, float32, plus loading" in done.err
+    assert any("saves no time" in note for note in document["notes"])
+    run = Path(document["run_dir"])
+    assert run.name.startswith("profile-128x256x2-random-")
+    assert json.loads((run / "summary.json").read_text()) == document
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == len(points)
+    assert (run / "environment.json").is_file() and "128x256x2" in (run / "recipe.yaml").read_text()
+    report = wide("report", "--format", "csv", "--out", "out")
+    assert report.code == 0, report.err
+    tables = "".join(path.read_text() for path in (workplace / "out").rglob("*.csv"))
+    assert tables.count("TTFT") == tables.count("TPOT") == 8
+
+
+def test_memory_energy_breakdown_and_throughput(wide: Wide) -> None:
+    options = ("--memory", "--energy", "--breakdown", "--throughput", "--tpot", "--batch", "1,2", "--prompt", 8)
+    done = wide("profile", *SHAPE, *options, "--json")
+    assert done.code == 0, done.err
+    document = done.document
+    for point in document["points"]:
+        check_point(point, {"memory", "breakdown_ms", "bound_parts_ms"})
+        assert point["phase"] == "tpot"
+        for side in ("dense", "routed"):
+            parts, model = point[side]["breakdown_ms"], point[side]["memory"]["model"]
+            assert {"qkv", "attention", "o", "norm_route", "gate_up", "down", "lm_head", "launch_gaps"} <= set(parts)
+            assert sum(parts.values()) >= point[side]["p50_ms"] * 0.999
+            assert model["total_bytes"] == sum(v for k, v in model.items() if k != "total_bytes")
+            assert (model["routers_bytes"] > 0) == (side == "routed")
+            assert point[side]["memory"]["peak_bytes"] is None
+        assert 0 < point["dense"]["fixed_share"] < 1
+    (most,) = document["throughput"]
+    rates = [point["dense"]["tokens_per_second"] for point in document["points"]]
+    assert most["dense"]["tokens_per_second"] == max(rates) and most["dense"]["batch"] in (1, 2)
+    assert any("energy is not measured" in note for note in document["notes"])
+    assert "launch_gaps" in done.err or "lm_head" in done.err
+    assert "cannot be skipped" in done.err and "tokens/s at batch" in done.err
+
+
+def test_a_meter_adds_joules(wide: Wide, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Meter:
+        def joules(self, call: Any) -> float:
+            assert call()
+            return 24.0
+
+    monkeypatch.setattr(energy.EnergyMeter, "open", classmethod(lambda cls, device: (Meter(), "")))
+    done = wide("profile", *SHAPE, "--energy", "--batch", 2, "--prompt", 8, "--json")
+    assert done.code == 0, done.err
+    for point in done.document["points"]:
+        check_point(point, {"joules_per_token"})
+        tokens = 2 * (8 if point["phase"] == "ttft" else 3)
+        assert point["routed"]["joules_per_token"] == 24.0 / tokens
+
+
+def test_a_checkpoint_decides_for_itself_on_real_text(
+    wide: Wide, run: Outcome, workplace: Path, held_out: Path
+) -> None:
+    done = wide("profile", "calibrated", "--text", held_out, "--prompt", "16,32", "--gen", 4, "--seconds", 0, "--json")
+    assert done.code == 0, done.err
+    document = done.document
+    assert document["checkpoint"].startswith("calibrated/checkpoints/") and document["plan"]["ffn_group_size"] == 16
+    assert document["backbone"] == run.document["backbone"] and document["text"] == str(held_out)
+    assert [point["phase"] for point in document["points"]] == ["ttft", "tpot"] * 2
+    for point in document["points"]:
+        check_point(point)
+        assert point["masks"] == "learned" and point["group_size"] == 16
+        assert point["sparsity"] == point["skip_rate"]["mean"]
+        assert 0.1 < point["sparsity"] < 0.9
+    report = wide("report", "calibrated", document["run_dir"], "--format", "csv", "--out", "out")
+    assert report.code == 0, report.err
+    tables = "".join(path.read_text() for path in (workplace / "out").rglob("*.csv"))
+    assert "learned" in tables
+
+
+def test_random_masks_on_a_checkpoint_take_any_rate_and_group_size(wide: Wide, run: Outcome) -> None:
+    done = wide(
+        *("profile", "calibrated", "--masks", "random", "--sparsity", 0.75, "--G", 32, "--prompt", 16, "--gen", 4),
+        *("--ttft", "--seconds", 0, "--json"),
+    )
+    assert done.code == 0, done.err
+    (point,) = done.document["points"]
+    assert (point["masks"], point["sparsity"], point["group_size"]) == ("random", 0.75, 32)
+
+
+def test_the_newest_checkpoint_is_taken(wide: Wide, run: Outcome, workplace: Path) -> None:
+    for age, name in enumerate(["calibrate-b", "calibrate-a"]):
+        shutil.copytree(workplace / "calibrated", workplace / "runs" / name)
+        os.utime(workplace / "runs" / name, (1e9 - age, 1e9 - age))
+    done = wide("profile", "--dry-run", "--json")
+    assert done.code == 0, done.err
+    assert "calibrate-b" in done.document["checkpoint"] and "the newest checkpoint" in done.err
+
+
+def test_without_any_checkpoint_it_is_the_embedded_model(wide: Wide) -> None:
+    done = wide("profile", "--dry-run", "--json")
+    assert done.code == 0, done.err
+    assert done.document["model"] == "smollm2-135m" and done.document["settings"]["masks"] == "random"
+    assert "no checkpoint below runs/" in done.err
+
+
+def test_a_dense_model_is_measured_with_random_masks(wide: Wide, model_folder: Path) -> None:
+    arguments = ("--model", model_folder, "--G", 16, "--prompt", 8, "--gen", 3, "--seconds", 0, "--tpot", "--json")
+    done = wide("profile", *arguments)
+    assert done.code == 0, done.err
+    check_point(done.document["points"][0])
+
+
+def test_a_dry_run_estimates_and_writes_nothing(wide: Wide, workplace: Path) -> None:
+    done = wide("profile", *SHAPE, "--dry-run", "--json")
+    assert done.code == 0, done.err
+    assert done.document["schema"] == "wide.dry_run/1" and done.document["seconds"] > 0
+    assert [cell["phase"] for cell in done.document["cells"]] == ["ttft", "tpot"]
+    assert not (workplace / "runs").exists()
+
+
+def test_throughput_leaves_out_batches_that_do_not_fit(wide: Wide, monkeypatch: pytest.MonkeyPatch) -> None:
+    from widecli.profiling import request
+
+    arguments = (*SHAPE, "--throughput", "--prompt", 512, "--dry-run", "--json")
+    whole = wide("profile", *arguments).document["settings"]["batches"]
+    assert whole == [1, 2, 4, 8, 16, 32, 64]
+    monkeypatch.setattr(request, "free_bytes", lambda device: 100 << 20)
+    fewer = wide("profile", *arguments).document["settings"]["batches"]
+    assert fewer == whole[: len(fewer)] and 1 < len(fewer) < 7
+
+
+def test_a_finished_run_is_not_replaced_unasked(wide: Wide) -> None:
+    arguments = ("profile", *SHAPE, "--tpot", "--prompt", 8)
+    assert wide(*arguments).code == 0
+    wide(*arguments).refused_with("holds a finished run", "--overwrite")
+    assert wide(*arguments, "--overwrite").code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--shape", "llama-9"), ["no model shape 'llama-9'", "llama-3.1-8b", "qwen3-8b"]),
+        (("--shape", "smollm2-135m", "--prompt", "8190"), ["8190", "8192", "--prompt"]),
+        (("--shape", "128x256x2", "--model", "x"), ["one thing to measure", "--shape and --model"]),
+        (("--shape", "128x256x2", "--batch", "1,x"), ["--batch", "'1,x'"]),
+        (("--shape", "128x256x2", "--batch", "0"), ["--batch", "1 or more"]),
+        (("--shape", "128x256x2", "--prompt", "-4"), ["--prompt", "'-4'"]),
+        (("--shape", "128x256x2", "--sparsity", "1"), ["--sparsity", "below 1"]),
+        (("--shape", "128x256x2", "--G", "48"), ["48", "16, 32, 64"]),
+        (("--shape", "128x256x2", "--gen", "1"), ["--gen", "at least 2", "got 1"]),
+        (("--shape", "128x256x2", "--masks", "learned"), ["no routers", "--masks random"]),
+        (("--shape", "128x256x2", "--masks", "real"), ["learned or random", "'real'"]),
+        (("--shape", "128x256x2", "--dtype", "int8"), ["--dtype", "bfloat16", "'int8'"]),
+        (("nowhere",), ["nowhere", "neither a checkpoint"]),
+        (("calibrated", "--sparsity", "0.5"), ["--sparsity and --G need --masks random"]),
+        (("calibrated", "--prompt", "200"), ["216", "128"]),
+        (("calibrated", "--text", "missing.txt"), ["missing.txt"]),
+    ],
+)
+def test_bad_input_is_one_sentence(wide: Wide, run: Outcome, arguments: tuple[str, ...], words: list[str]) -> None:
+    wide("profile", *arguments).refused_with(*words)
+
+
+def test_more_than_the_memory_names_the_largest_batch(wide: Wide, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 100 << 20)
+    done = wide("profile", *SHAPE, "--batch", 5000, "--prompt", 512)
+    done.refused_with("batch 5000 with 516 tokens each needs", "the largest batch that fits is")
+
+
+def test_a_checkpoint_without_routers_is_refused(wide: Wide, run: Outcome, workplace: Path) -> None:
+    (next((workplace / "calibrated" / "checkpoints").glob("step-000008")) / "router.safetensors").unlink()
+    wide("profile", "calibrated").refused_with("lacks its router.safetensors")
