@@ -26,7 +26,7 @@ def test_joules_are_the_counters_difference_by_calls(monkeypatch: pytest.MonkeyP
     calls = []
 
     class Counter:
-        def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:  # noqa: N802 - NVML's name
+        def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
             assert handle == "first"
             return 5_000 + 3_000 * len(calls)  # millijoules
 

@@ -53,6 +53,7 @@ def test_what_is_left_of_a_step_is_launch_gaps() -> None:
     assert list(parts) == ["qkv", "down", "other", "launch_gaps"]
     assert parts["launch_gaps"] == pytest.approx(0.5)
     assert breakdown({"down": 2.0}, 1.9)["launch_gaps"] == 0.0
+    assert breakdown({}, 1.9) == {}  # a profiler that may not see the device
 
 
 def test_the_fixed_share_keeps_k_and_v_of_the_fused_product() -> None:

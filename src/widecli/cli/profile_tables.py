@@ -37,7 +37,7 @@ def print_points(points: Sequence[Mapping[str, Any]], model: str, masks: str) ->
         columns += [
             Column(side, f"{side},\nms", "ms"),
             Column(f"{side} reached", "of bound,\n%", "percent", 2),
-            Column(f"{side} rate", "tokens/s", "count", 3),
+            Column(f"{side} rate", "tokens/s", importance=3),
             Column(f"{side} joules", "J/token", "figure", 4),
             Column(f"{side} memory", "GiB", "figure", 4),
         ]
@@ -45,7 +45,7 @@ def print_points(points: Sequence[Mapping[str, Any]], model: str, masks: str) ->
     for row in rows:
         for side in ("dense", "routed"):
             rate = row[f"{side} rate"]
-            row[f"{side} rate"] = round(rate) if isinstance(rate, float) and rate >= 100 else rate
+            row[f"{side} rate"] = f"{rate:,.0f}" if isinstance(rate, float) and rate >= 100 else f"{rate:.3g}"
     title = f"{model}, {masks} masks: medians"
     console.print(terminal(Table("profile", title, tuple(columns), tuple(rows)).filled(), console.width))
 
@@ -57,6 +57,9 @@ def print_breakdown(points: Sequence[Mapping[str, Any]]) -> None:
         cells.setdefault((point["phase"], point["batch"], point["prompt"]), []).append(point)
     for (phase, batch, prompt), members in cells.items():
         dense = members[0]["dense"]
+        if dense["fixed_share"] is None:
+            note("no breakdown: the profiler may not read this device")
+            continue
         steps = [dense["breakdown_ms"], *(point["routed"]["breakdown_ms"] for point in members)]
         heads = ["dense", *(f"S {100 * point['sparsity']:.3g} %\nG {point['group_size']}" for point in members)]
         rows: list[dict[str, Value]] = []

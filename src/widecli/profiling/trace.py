@@ -108,13 +108,20 @@ def _ranges(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, str
 
 
 def breakdown(parts: Mapping[str, float], step_ms: float) -> dict[str, float]:
-    """The parts in their order, and what is left of the measured step as launch gaps (0 where kernels overlap)."""
+    """The parts in their order, and what is left of the measured step as launch gaps (0 where kernels overlap).
+
+    Empty when the profiler saw nothing: some machines do not let it read the device.
+    """
+    if not parts:
+        return {}
     ordered = {part: parts[part] for part in PARTS if part in parts}
     return {**ordered, GAPS: max(0.0, step_ms - sum(parts.values()))}
 
 
-def fixed_share(parts: Mapping[str, float], shape: ModelShape) -> float:
+def fixed_share(parts: Mapping[str, float], shape: ModelShape) -> float | None:
     """Share of a dense step that no decision can skip; of the fused QKV product, the K and V rows' share."""
+    if not parts:
+        return None
     query, kv = shape.num_attention_heads, 2 * shape.num_key_value_heads
     skippable = sum(parts.get(part, 0.0) for part in ("attention", "o", "gate_up", "down"))
     skippable += parts.get("qkv", 0.0) * query / (query + kv)
