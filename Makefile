@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint check bench clean
+.PHONY: help setup demo test lint check bench profile clean
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -34,6 +34,10 @@ check: lint test ## Everything that CI runs
 
 bench: $(READY) ## Check and time the operators of wide_kernels (needs a GPU)
 	$(BIN)/python -m wide_kernels.bench
+
+profile: $(READY) ## Measure Llama-3.1-8B shapes end to end (needs a large GPU; six minutes on an H200)
+	$(BIN)/wide profile --shape llama-3.1-8b --ttft --batch 1 --prompt 1024,4096,16384 --sparsity 0,0.5 --G 128,512 --breakdown --seconds 12
+	$(BIN)/wide profile --shape llama-3.1-8b --tpot --batch 1,8,32 --prompt 1024,16384 --gen 64 --sparsity 0,0.5 --G 128,512 --breakdown --seconds 4
 
 clean: ## Remove the virtual environment and caches; runs/ stays
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
