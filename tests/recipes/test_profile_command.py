@@ -21,6 +21,7 @@ ALWAYS = TIMES | {"tokens_per_second", "bound_ms", "bound_reached"}
 def check_point(point: dict[str, Any], extra: frozenset[str] | set[str] = frozenset()) -> None:
     """The documented form."""
     assert list(point)[:7] == ["phase", "batch", "prompt", "gen", "sparsity", "group_size", "masks"]
+    assert point["recorded"] is False  # no GPU, no graphs
     assert point["phase"] in ("ttft", "tpot") and point["masks"] in ("learned", "random")
     for side in ("dense", "routed"):
         figures = point[side]

@@ -105,4 +105,4 @@ def test_a_column_that_nobody_fills_is_left_out(runs: Path) -> None:
 def test_throughput_says_both_times_and_its_run() -> None:
     point = ThroughputPoint("m", "profile-x", "ttft", 1, 1024, 128, 0.5, 64, "learned", 30.0, 20.0, 1.5)
     text = markdown(throughput_table("m", [point]))
-    assert "| TTFT | 1 | 1024 | 128 | 50.0 | 64 | real | 30.00 | 20.00 | 1.50x | profile-x |" in text
+    assert "| TTFT | 1 | 1024 | 128 | 50.0 | 64 | learned | 30.00 | 20.00 | 1.50x | profile-x |" in text

@@ -194,8 +194,7 @@ class Cell:
 
     def _prefills(self, sides: Sequence[Side]) -> list[Callable[[], list[float]]]:
         for side in sides:
-            # a prompt in several chunks keeps the device busy without a graph
-            if self._prompt <= PREFILL_CHUNK_TOKENS // self._batch:
+            if self._is_recorded("ttft"):
                 side.session.record_prefill(self._prompt)
         return [partial(first_token, side.session, self._ids) for side in sides]
 
@@ -311,11 +310,18 @@ class Cell:
             "group_size": variant.plan.ffn_group_size,
             "masks": self._settings.masks,
             "skip_rate": {"attention": seen.attention, "ffn": seen.ffn, "mean": seen.mean} if seen else None,
+            "recorded": self._is_recorded(phase),
             "dense": dense,
             "routed": routed,
             "speedup": dense["p50_ms"] / routed["p50_ms"],
             "run": None,
         }
+
+    def _is_recorded(self, phase: Phase) -> bool:
+        """Whether a phase replays CUDA graphs; a prompt in several chunks keeps the device busy without."""
+        if self._outline.device.type != "cuda":
+            return False
+        return phase == "tpot" or self._prompt <= PREFILL_CHUNK_TOKENS // self._batch
 
     def _pass(self, phase: Phase) -> Pass:
         return _pass(self._outline, self._settings, phase, self._batch, self._prompt)
