@@ -69,12 +69,14 @@ def write_calibration(
     changes: tuple[str, ...] = (),
 ) -> Path:
     made = settings(sparsity, group_size, mode, seed, changes)
+    second = {"adapter": {"rank": 16}, "objective": "lm", "routers": "trained", "origin": {"checkpoint": "runs/other"}}
     return write_run(
         folder,
         command,
         name,
         made["recipe"],
         {
+            **(second if command == "lora" else {}),
             "model": model,
             "backbone": backbone(model),
             "plan": made["plan"],
