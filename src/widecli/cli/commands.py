@@ -18,6 +18,7 @@ COMMANDS: Mapping[str, str] = {
     "calibrate": "Train routers on a frozen model: every token learns which groups to run.",
     "lora": "Train a LoRA adapter, and the routers on, from a calibrated checkpoint.",
     "eval": "Measure a checkpoint beside its dense model: perplexity, tasks, skip rates.",
+    "sweep": "Run a grid of recipe values: calibrate, adapt and evaluate every point.",
     "export": "Write a checkpoint, or its merged model, as a folder of its own with a model card.",
     "generate": "Continue a prompt with a checkpoint or a dense model, and say how fast that was.",
     "profile": "Measure dense and routed speed in turns: first token, further tokens, bounds, parts.",

@@ -85,6 +85,18 @@ def load_backbone(section: ModelSection, device: torch.device | None = None) -> 
     return Backbone(model, tokenizer, identity, device)
 
 
+def load_tokenizer(section: ModelSection) -> Any:
+    """The tokenizer alone, for work on text without the model; a GGUF file is converted on the way."""
+    from transformers import AutoTokenizer
+
+    options: dict[str, Any] = {"revision": section.revision} if section.revision else {}
+    source = _locate(section.name)
+    try:
+        return AutoTokenizer.from_pretrained(source, **options)
+    except Exception as error:
+        raise _explain(section.name, error, local=Path(source).exists()) from error
+
+
 def _load(section: ModelSection, source: str, options: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -28,7 +28,8 @@ def shipped_recipes() -> dict[str, Path]:
 def find_recipe(name: str, command: str = "calibrate") -> Path:
     """The file behind a path or a shipped name; raises UsageError with the closest names.
 
-    A name without its folder means the recipe of `command` when several commands have one of that name.
+    A name without its folder means the recipe of `command` when several commands have one of that name; for a sweep
+    without one, the calibration's.
     """
     path = Path(name).expanduser()
     if path.is_file():
@@ -39,8 +40,9 @@ def find_recipe(name: str, command: str = "calibrate") -> Path:
     wanted = name.removeprefix("recipes/").removesuffix(".yaml")
     if wanted in shipped:
         return shipped[wanted]
-    if f"{command}/{wanted}" in shipped:
-        return shipped[f"{command}/{wanted}"]
+    for folder in (command, "calibrate") if command == "sweep" else (command,):
+        if f"{folder}/{wanted}" in shipped:
+            return shipped[f"{folder}/{wanted}"]
     same_stem = [key for key in shipped if key.rsplit("/", 1)[-1] == wanted]
     if len(same_stem) == 1:
         return shipped[same_stem[0]]

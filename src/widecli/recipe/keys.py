@@ -106,7 +106,8 @@ def _in_words(annotation: Any, metadata: tuple[Any, ...]) -> list[str]:
     if origin is tuple:
         return ["a list of texts"]
     if origin is dict:
-        return ["a table of layer numbers with what differs there"]
+        numbered = get_args(annotation)[0] is int
+        return [f"a table of {'layer numbers with what differs there' if numbered else 'recipe keys with values'}"]
     bounds = _bounds(metadata)
     named = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
     word = named.get(annotation, "a value of another kind")

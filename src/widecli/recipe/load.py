@@ -30,7 +30,7 @@ from widecli.recipe.keys import (
     section_keys,
     suggestion,
 )
-from widecli.recipe.schema import LoraSection, Recipe
+from widecli.recipe.schema import LoraSection, Recipe, SweepSection
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,20 @@ def resolve(
 
 
 def recipe_hash(recipe: Recipe) -> str:
-    """First 8 hex digits of the SHA-256 of everything but `track`; a `lora` section at its defaults leaves no trace."""
+    """First 8 hex digits of the SHA-256 of everything but `track` and `sweep`.
+
+    A `lora` section at its defaults leaves no trace.
+    """
     # calibrations do not read `lora`, and those from before it existed keep their names
-    without = {"track"} | ({"lora"} if recipe.lora == LoraSection() else set())
+    without = {"track", "sweep"} | ({"lora"} if recipe.lora == LoraSection() else set())
     canonical = json.dumps(recipe.model_dump(mode="json", exclude=without), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:8]
 
 
 def dump(recipe: Recipe) -> str:
-    """The whole recipe as YAML; `load_text(dump(recipe)) == recipe`."""
-    return dump_yaml(recipe.model_dump(mode="json"))
+    """The whole recipe as YAML, without a `sweep` that says nothing; `load_text(dump(recipe)) == recipe`."""
+    without = {"sweep"} if recipe.sweep == SweepSection() else set()
+    return dump_yaml(recipe.model_dump(mode="json", exclude=without))
 
 
 def load_text(text: str, name: str = "recipe") -> Recipe:

@@ -5,7 +5,7 @@ A recipe is the only description of a run. Defaults suit one GPU and the embedde
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -184,6 +184,20 @@ class TrackSection(Section):
     run_dir: str | None = Field(None, description="default: runs/<command>-<name>")
 
 
+class SweepSection(Section):
+    """A grid of runs around the rest of the recipe; read by `wide sweep` alone."""
+
+    axes: dict[str, Any] = Field(
+        default_factory=dict, description="recipe key -> its values: a list, or a range such as 0.1:0.7:0.1"
+    )
+    stages: tuple[str, ...] = Field(
+        ("calibrate", "eval"), description="commands run for each point: calibrate, lora, eval, profile"
+    )
+    lora: dict[str, Any] = Field(
+        default_factory=dict, description="recipe key -> value that the second stage takes instead of the first's"
+    )
+
+
 class Recipe(Section):
     """Everything a run depends on."""
 
@@ -195,3 +209,4 @@ class Recipe(Section):
     lora: LoraSection = LoraSection()
     eval: EvalSection = EvalSection()
     track: TrackSection = TrackSection()
+    sweep: SweepSection = SweepSection()

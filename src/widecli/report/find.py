@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,13 @@ class _UnreadableError(Exception):
 
 
 def _candidates(folder: Path, depth: int) -> Iterator[tuple[Path, str | None]]:
-    """(folder, None) for what looks like a run, (folder, reason) for what does not and holds none."""
+    """(folder, None) for what looks like a run, (folder, reason) for what does not and holds none.
+
+    A sweep's directory stands for the runs that its manifest lists.
+    """
+    if (listed := _runs_of_sweep(folder)) is not None:
+        yield from ((path, None) for path in listed)
+        return
     if any((folder / name).is_file() for name in _RUN_FILES):
         yield folder, None
         return
@@ -101,6 +108,17 @@ def _candidates(folder: Path, depth: int) -> Iterator[tuple[Path, str | None]]:
         yield from below
     elif depth < _DEEPEST:
         yield folder, "not a run directory"  # one line for it, none for what it holds
+
+
+def _runs_of_sweep(folder: Path) -> list[Path] | None:
+    """The run directories that a sweep's manifest lists and that are there; None when `folder` is no sweep's."""
+    if not (folder / "points").is_dir():  # before reading every summary twice
+        return None
+    manifest = _json(folder / "summary.json") or {}
+    if manifest.get("command") != "sweep" or not isinstance(manifest.get("runs"), list):
+        return None
+    listed = [Path(os.path.normpath(folder / str(run))) for run in manifest["runs"]]  # listed relative to the sweep
+    return [path for path in listed if path.is_dir()]
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

@@ -17,6 +17,7 @@ REQUIRED_KEYS: Mapping[str, tuple[str, ...]] = {
     "eval": (*_ROUTED, "perplexity", "tasks", "average", "retention", "dense"),
     "inspect": ("model", "plan", "skip_rate", "flops_skipped", "steps", "checkpoint", "text", "tokens", "layers"),
     "profile": ("model", "plan", "checkpoint", "points"),
+    "sweep": ("model", "axes", "stages", "finished", "points", "runs"),
 }
 """Command -> keys of its summary, besides `schema`, `command` and `run_dir`."""
 

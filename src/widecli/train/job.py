@@ -144,15 +144,19 @@ def load_material(recipe: Recipe, note: Note, offline: bool) -> tuple[Backbone, 
     )
     note(f"preparing tokens from {source.name}")
     needed = recipe.train.steps * recipe.train.batch_size * recipe.data.sequence_length
-    tokens = prepare_tokens(
-        source, backbone.tokenizer, recipe.data, tokens_needed=max(needed, recipe.routing.warm_start_tokens)
-    )
+    tokens = prepare_tokens(source, backbone.tokenizer, recipe.data, tokens_needed=tokens_needed(recipe))
     if tokens.exhausted and needed > tokens.total_tokens:
         note(
             f"the text has {tokens.total_tokens:,} tokens and {recipe.train.steps} steps read {needed:,}: it will be "
             f"repeated {needed / tokens.total_tokens:.0f} times; more text (--data) gives better routers"
         )
     return backbone, tokens
+
+
+def tokens_needed(recipe: Recipe) -> int:
+    """Tokens of text that the steps or the closed form read, whichever is more."""
+    steps = recipe.train.steps * recipe.train.batch_size * recipe.data.sequence_length
+    return max(steps, recipe.routing.warm_start_tokens)
 
 
 def check_plan(recipe: Recipe, backbone: Backbone) -> tuple[RoutingPlan, Budget]:

@@ -1,0 +1,236 @@
+"""`wide sweep` as a whole. Most tests run its commands in this process, which saves seconds a run; the last ones do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from whole_commands import Wide, invoke
+
+from widecli.recipe.files import shipped_recipes
+from widecli.sweep import local
+
+TWO = ("--sparsity", "0.3,0.5", "--steps", 2)
+
+
+class InThisProcess:
+    """An executor whose jobs are over when they have started."""
+
+    slots = 1
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.ran: list[list[str]] = []
+
+    def has_room(self) -> bool:
+        return True
+
+    def start(self, arguments: Sequence[str], log: Path) -> Any:
+        self.ran.append(list(arguments))
+        done = invoke(*arguments)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(done.err)
+        return Ended(done.code)
+
+
+class Ended:
+    where = "CPU"
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def poll(self) -> int:
+        return self.code
+
+    def stop(self) -> None:
+        pass
+
+    kill = stop
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
+    """The commands that sweeps have run in this process."""
+    executor = InThisProcess()
+    monkeypatch.setattr(local, "LocalExecutor", lambda *_, **__: executor)
+    monkeypatch.setattr(local, "visible_gpus", list)
+    yield executor.ran
+
+
+def commands(ran: list[list[str]]) -> list[str]:
+    return [arguments[0] for arguments in ran]
+
+
+def states(document: dict[str, Any]) -> list[dict[str, str]]:
+    return [{stage: job["state"] for stage, job in point["stages"].items()} for point in document["points"]]
+
+
+def test_every_point_is_calibrated_and_evaluated_and_the_dense_model_once(
+    wide: Wide, tiny_recipe: Path, ran: list[list[str]], workplace: Path
+) -> None:
+    done = wide("sweep", tiny_recipe, *TWO, "--json")
+    assert done.code == 0, done.err
+    assert commands(ran) == ["eval", "calibrate", "eval", "calibrate", "eval"]
+    assert "--model" in ran[0]
+    document = done.document
+    assert document["schema"] == "wide.summary/1" and document["command"] == "sweep" and document["finished"]
+    assert [point["values"] for point in document["points"]] == [{"budget.sparsity": 0.3}, {"budget.sparsity": 0.5}]
+    assert states(document) == [{"calibrate": "done", "eval": "done"}] * 2
+    folder = Path(document["run_dir"])
+    assert folder.parent == Path("runs") and folder.name.startswith("sweep-")
+    assert json.loads((folder / "summary.json").read_text()) == document
+    assert all((folder / run / "summary.json").is_file() for run in document["runs"]) and len(document["runs"]) == 5
+    for run in document["runs"][2:]:  # the dense model was not measured again beside the checkpoints
+        summary = json.loads((folder / run / "summary.json").read_text())
+        if summary["command"] == "eval" and summary["checkpoint"]:
+            assert summary["dense"]["from_cache"]
+    # a point is the very run that the plain command would make
+    by_hand = wide("calibrate", tiny_recipe, "--sparsity", 0.3, "--steps", 2)
+    by_hand.refused_with("holds a finished run")
+
+    again = wide("sweep", tiny_recipe, *TWO, "--json")
+    assert again.code == 0 and len(ran) == 5  # nothing ran
+    assert states(again.document) == [{"calibrate": "reused", "eval": "reused"}] * 2
+    from_its_directory = wide("sweep", folder, "--json")
+    assert from_its_directory.code == 0 and from_its_directory.document["run_dir"] == str(folder) and len(ran) == 5
+
+    report = wide("report", folder, "--format", "csv", "--json")
+    assert report.code == 0, report.err
+    (model,) = report.document["models"]
+    assert [point["sparsity"] for point in model["points"]] == [None, 0.3, 0.5]
+    assert report.document["skipped"] == []
+    both = wide("report", "--format", "csv", "--json")  # the sweep and its runs, side by side below runs/
+    assert both.document["models"] == report.document["models"] and both.document["skipped"] == []
+
+
+def test_a_point_with_an_impossible_group_size_fails_alone(
+    wide: Wide, tiny_recipe: Path, ran: list[list[str]], workplace: Path
+) -> None:
+    done = wide("sweep", tiny_recipe, "--G", "16,48", "--steps", 1, "--stages", "calibrate", "--json")
+    done.refused_with("1 of 2 jobs failed", "FFN group size 48", "valid sizes: 16, 32, 64", code=1)
+    assert states(done.document) == [{"calibrate": "done"}, {"calibrate": "failed"}]
+    assert commands(ran) == ["calibrate"] and not done.document["finished"]
+    wide("sweep", tiny_recipe, "--G", "48,80", "--stages", "calibrate").refused_with("FFN group size 48")
+
+
+def test_a_finished_run_is_reused_whatever_it_is_called_and_evaluated_as_the_sweep_asks(
+    wide: Wide, tiny_recipe: Path, ran: list[list[str]], workplace: Path
+) -> None:
+    assert wide("calibrate", tiny_recipe, "--steps", 1, "--run-dir", "runs/mine", "eval.max_length=99").code == 0
+    done = wide("sweep", tiny_recipe, "--sparsity", 0.4, "--steps", 1, "eval.max_length=64", "--json")
+    assert done.code == 0, done.err
+    assert states(done.document) == [{"calibrate": "reused", "eval": "done"}]
+    assert commands(ran) == ["eval", "eval"] and "runs/mine" in ran[1]
+    (run,) = [p for p in Path("runs").glob("eval-mine-*")]
+    assert json.loads((run / "summary.json").read_text())["protocol"]["max_length"] == 64
+
+
+def test_second_stages_share_their_calibration(
+    wide: Wide, tiny_recipe: Path, ran: list[list[str]], workplace: Path
+) -> None:
+    options = ("--stages", "lora,calibrate", "--set", "lora.rank=2,4", "--steps", 1, "track.wandb=off")
+    done = wide("sweep", tiny_recipe, *options, "--json")
+    assert done.code == 0, done.err
+    assert commands(ran) == ["calibrate", "lora", "lora"]
+    found = [json.loads(p.read_text()) for p in sorted(Path("runs").glob("lora-*/summary.json"))]
+    assert {summary["adapter"]["rank"] for summary in found} == {2, 4}
+    only_measured = wide("sweep", tiny_recipe, "--sparsity", "0.1", "--stages", "eval", "--steps", 1)
+    only_measured.refused_with("no finished calibration", "add calibrate to --stages", code=1)
+
+
+def test_axes_that_name_unknown_keys_and_stages_that_are_not_there_are_refused(
+    wide: Wide, tiny_recipe: Path, workplace: Path
+) -> None:
+    before = sorted(workplace.iterdir())
+    wide("sweep", tiny_recipe, "--set", "trian.steps=1,2").refused_with("trian.steps", "did you mean train.steps")
+    wide("sweep", tiny_recipe, "--set", "train.steps").refused_with("--set train.steps", "KEY=VALUES")
+    wide("sweep", tiny_recipe, "--sparsity", "0.1:0.7").refused_with("budget.sparsity")
+    wide("sweep", tiny_recipe, "--sparsity", "0.5,2").refused_with("budget.sparsity=2")
+    wide("sweep", tiny_recipe, "--stages", "calibrate,evaluate").refused_with("evaluate", "calibrate, lora, eval")
+    wide("sweep", tiny_recipe, "--modes", "wide,depth").refused_with("routing.mode=depth")
+    wide("sweep", tiny_recipe, "--tasks", "piqaa").refused_with("piqaa")
+    (workplace / "unknown.yaml").write_text("base: tiny.yaml\nsweep: {axes: {budget.sparsty: [0.1]}}")
+    wide("sweep", "unknown.yaml").refused_with("budget.sparsty", "budget.sparsity")
+    (workplace / "unknown.yaml").unlink()
+    wide("sweep", tiny_recipe, "--run-dir", ".").refused_with("holds no sweep")
+    assert sorted(workplace.iterdir()) == before
+
+
+def test_the_dry_run_prints_the_grid_with_time_and_memory_and_writes_nothing(
+    wide: Wide, tiny_recipe: Path, workplace: Path
+) -> None:
+    before = sorted(workplace.iterdir())
+    done = wide(
+        "sweep", tiny_recipe, "--G", "16,32,48", "--modes", "wide,token", "--seed", "0:1:1", "--dry-run", "--json"
+    )
+    assert done.code == 0, done.err
+    document = done.document
+    assert document["schema"] == "wide.dry_run/1" and document["command"] == "sweep"
+    assert len(document["points"]) == 8  # three group sizes and the one token mode, two seeds
+    states_seen = [point["stages"]["calibrate"]["state"] for point in document["points"]]
+    assert states_seen.count("failed") == 2 and states_seen.count("waiting") == 6
+    good = [point for point in document["points"] if point["stages"]["calibrate"]["state"] == "waiting"]
+    assert all(point["seconds_on_reference"] > 0 and point["memory_bytes"] > 0 for point in good)
+    total = sum(point["seconds_on_reference"] for point in good)
+    assert document["seconds_on_reference"] == pytest.approx(total)
+    assert "cannot run" in done.err and "FFN group size 48" in done.err
+    assert sorted(workplace.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", [name for name in shipped_recipes() if name.startswith("sweep/")])
+def test_every_shipped_sweep_can_be_dry_run(wide: Wide, workplace: Path, name: str) -> None:
+    done = wide("sweep", name.split("/")[1], "--dry-run", "--offline", "--json")
+    assert done.code == 0, done.err
+    document = done.document
+    assert all(point["stages"]["calibrate"]["state"] == "waiting" for point in document["points"])
+    assert len(document["points"]) == {"sparsity": 14, "groups": 5 if "smollm2" in name else 6}[name.rsplit("_", 1)[1]]
+    assert list(workplace.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="children are told of a killed parent on Linux")
+def test_killed_in_the_middle_and_run_again_it_continues_where_it_stopped(
+    wide: Wide, start_wide: Callable[..., subprocess.Popen[str]], tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p))
+    arguments = ("sweep", tiny_recipe, "--sparsity", "0.3,0.5", "--steps", 400, "--stages", "calibrate")
+    child = start_wide(*arguments, "train.save_every=100")
+    wait_until(lambda: logged("s50") > 5, child)
+    child.kill()
+    child.communicate(timeout=60)
+    (first,) = Path("runs").glob("calibrate-*-s30-*")
+    finished_at = (first / "summary.json").stat().st_mtime_ns
+    child = start_wide(*arguments, "train.save_every=100", "--json")
+    wait_until(lambda: logged("s50") > 5, child)
+    child.send_signal(signal.SIGTERM)
+    _, err = child.communicate(timeout=120)
+    assert child.returncode == 75 and "the same command continues" in err and "Traceback" not in err
+    done = start_wide(*arguments, "train.save_every=100", "--json")
+    out, err = done.communicate(timeout=240)
+    assert done.returncode == 0, err
+    assert states(json.loads(out)) == [{"calibrate": "reused"}, {"calibrate": "done"}]
+    assert (first / "summary.json").stat().st_mtime_ns == finished_at
+    (log,) = Path("runs").glob("sweep-*/logs/*-s50-*.log")
+    assert "resuming after step" in log.read_text()
+
+
+def logged(point: str) -> int:
+    return sum(
+        path.read_text().count('"lm_loss"') for path in Path("runs").glob(f"calibrate-*-{point}-*/metrics.jsonl")
+    )
+
+
+def wait_until(condition: Callable[[], bool], child: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert child.poll() is None, child.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
