@@ -1,10 +1,9 @@
-"""`wide sweep` as a whole. Most tests run its commands in this process, which saves seconds a run; the last ones do not."""
+"""`wide sweep` as a whole. All tests but the last run its commands in this process, which saves seconds a run."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -22,22 +21,24 @@ TWO = ("--sparsity", "0.3,0.5", "--steps", 2)
 
 
 class InThisProcess:
-    """An executor whose jobs are over when they have started."""
+    """An executor whose jobs are over when they have started, one at a time."""
 
     slots = 1
 
     def __init__(self, *_: object, **__: object) -> None:
         self.ran: list[list[str]] = []
+        self.last: Ended | None = None
 
     def has_room(self) -> bool:
-        return True
+        return self.last is None or self.last.was_polled
 
     def start(self, arguments: Sequence[str], log: Path) -> Any:
         self.ran.append(list(arguments))
         done = invoke(*arguments)
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(done.err)
-        return Ended(done.code)
+        self.last = Ended(done.code)
+        return self.last
 
 
 class Ended:
@@ -45,8 +46,10 @@ class Ended:
 
     def __init__(self, code: int) -> None:
         self.code = code
+        self.was_polled = False
 
     def poll(self) -> int:
+        self.was_polled = True
         return self.code
 
     def stop(self) -> None:
@@ -128,7 +131,7 @@ def test_a_finished_run_is_reused_whatever_it_is_called_and_evaluated_as_the_swe
     assert done.code == 0, done.err
     assert states(done.document) == [{"calibrate": "reused", "eval": "done"}]
     assert commands(ran) == ["eval", "eval"] and "runs/mine" in ran[1]
-    (run,) = [p for p in Path("runs").glob("eval-mine-*")]
+    (run,) = Path("runs").glob("eval-mine-*")
     assert json.loads((run / "summary.json").read_text())["protocol"]["max_length"] == 64
 
 
@@ -194,38 +197,58 @@ def test_every_shipped_sweep_can_be_dry_run(wide: Wide, workplace: Path, name: s
     assert list(workplace.iterdir()) == []
 
 
+@pytest.mark.parametrize(("number", "code", "words"), [(15, 75, "the same command continues"), (2, 130, "interrupted")])
+def test_a_signal_ends_the_sweep_with_its_exit_code_and_starts_nothing_more(
+    wide: Wide,
+    tiny_recipe: Path,
+    ran: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    code: int,
+    words: str,
+) -> None:
+    def start(self: InThisProcess, arguments: Sequence[str], log: Path) -> Ended:
+        ran.append(list(arguments))
+        os.kill(os.getpid(), number)
+        self.last = Ended(75)  # as a calibration ends when it is asked to
+        return self.last
+
+    monkeypatch.setattr(InThisProcess, "start", start)
+    done = wide("sweep", tiny_recipe, *TWO, "--stages", "calibrate", "--json")
+    done.refused_with(words, code=code)
+    assert done.out == "" and commands(ran) == ["calibrate"]
+    (manifest,) = Path("runs").glob("sweep-*/summary.json")
+    assert states(json.loads(manifest.read_text())) == [{"calibrate": "stopped"}, {"calibrate": "waiting"}]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="children are told of a killed parent on Linux")
 def test_killed_in_the_middle_and_run_again_it_continues_where_it_stopped(
-    wide: Wide, start_wide: Callable[..., subprocess.Popen[str]], tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch
+    wide: Wide,
+    start_wide: Callable[..., subprocess.Popen[str]],
+    tiny_recipe: Path,
+    ran: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p))
-    arguments = ("sweep", tiny_recipe, "--sparsity", "0.3,0.5", "--steps", 400, "--stages", "calibrate")
-    child = start_wide(*arguments, "train.save_every=100")
-    wait_until(lambda: logged("s50") > 5, child)
+    finished = Path(wide("calibrate", tiny_recipe, "--steps", 2, "--json").document["run_dir"], "summary.json")
+    finished_at = finished.stat().st_mtime_ns
+    arguments = ("sweep", tiny_recipe, "--set", "train.steps=2,600", "--stages", "calibrate", "--json")
+    child = start_wide(*arguments)
+    wait_until(lambda: steps_logged() > 12, child)
     child.kill()
     child.communicate(timeout=60)
-    (first,) = Path("runs").glob("calibrate-*-s30-*")
-    finished_at = (first / "summary.json").stat().st_mtime_ns
-    child = start_wide(*arguments, "train.save_every=100", "--json")
-    wait_until(lambda: logged("s50") > 5, child)
-    child.send_signal(signal.SIGTERM)
-    _, err = child.communicate(timeout=120)
-    assert child.returncode == 75 and "the same command continues" in err and "Traceback" not in err
-    done = start_wide(*arguments, "train.save_every=100", "--json")
-    out, err = done.communicate(timeout=240)
-    assert done.returncode == 0, err
-    assert states(json.loads(out)) == [{"calibrate": "reused"}, {"calibrate": "done"}]
-    assert (first / "summary.json").stat().st_mtime_ns == finished_at
-    (log,) = Path("runs").glob("sweep-*/logs/*-s50-*.log")
+    done = wide(*arguments)  # its child saves and ends before this one starts anything
+    assert done.code == 0, done.err
+    assert states(done.document) == [{"calibrate": "reused"}, {"calibrate": "done"}]
+    assert finished.stat().st_mtime_ns == finished_at
+    (log,) = Path("runs").glob("sweep-*/logs/*")
     assert "resuming after step" in log.read_text()
 
 
-def logged(point: str) -> int:
-    return sum(
-        path.read_text().count('"lm_loss"') for path in Path("runs").glob(f"calibrate-*-{point}-*/metrics.jsonl")
-    )
+def steps_logged() -> int:
+    return sum(path.read_text().count('"lm_loss"') for path in Path("runs").glob("calibrate-*/metrics.jsonl"))
 
 
 def wait_until(condition: Callable[[], bool], child: subprocess.Popen[str]) -> None:

@@ -67,6 +67,24 @@ def test_an_earlier_report_among_the_runs_is_not_mentioned(tmp_path: Path) -> No
     assert reasons(tmp_path) == {}
 
 
+def test_a_sweep_stands_for_the_runs_that_its_manifest_lists(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for name in ("x", "y", "killed", "other"):
+        write_calibration(runs, name)
+    (runs / "calibrate-killed" / "summary.json").unlink()
+    sweep = runs / "sweep-a"
+    (sweep / "points").mkdir(parents=True)
+    listed = [f"../calibrate-{name}" for name in ("x", "y", "killed", "gone")]
+    (sweep / "summary.json").write_text(
+        json.dumps({"schema": "wide.summary/1", "command": "sweep", "runs": listed, "points": []})
+    )
+    found = find_runs([sweep])
+    assert [run.label for run in found.runs] == ["calibrate-x", "calibrate-y"]
+    assert [skipped.path.name for skipped in found.skipped] == ["calibrate-killed"]
+    everything = find_runs([runs])
+    assert len(everything.runs) == 3 and len(everything.skipped) == 1  # none of them twice
+
+
 def test_nothing_to_read_is_an_error_that_says_why(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not a folder"):
         find_runs([tmp_path / "nowhere"])

@@ -133,7 +133,7 @@ def _advance(job: Job, executor: Executor, logs: Path, changed: Callable[[Job], 
         job.error = bad.error if bad.state is State.STOPPED else "what it needs failed"
         changed(job)
         return None
-    if not all(other.state.is_over for other in (*job.needs, *job.after)):
+    if not executor.has_room() or not all(other.state.is_over for other in (*job.needs, *job.after)):
         return None
     try:
         if job.look() is not None:
@@ -142,8 +142,6 @@ def _advance(job: Job, executor: Executor, logs: Path, changed: Callable[[Job], 
             return None
         if job.only_reuse is not None:
             raise WideError(job.only_reuse)
-        if not executor.has_room():
-            return None
         job.log = logs / f"{job.name}.log"
         log_start = job.log.stat().st_size if job.log.exists() else 0
         job.seconds, job.started = None, time.monotonic()
