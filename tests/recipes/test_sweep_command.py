@@ -148,6 +148,29 @@ def test_second_stages_share_their_calibration(
     only_measured.refused_with("no finished calibration", "add calibrate to --stages", code=1)
 
 
+def test_a_profile_of_every_calibration_joins(
+    wide: Wide, tiny_recipe: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands_run: list[list[str]] = []
+
+    def start(self: InThisProcess, arguments: Sequence[str], log: Path) -> Ended:
+        commands_run.append(list(arguments))
+        quick = ("--batch", "1", "--prompt", "16", "--gen", "4", "--seconds", "0.1", "--text", "h.txt")
+        self.last = Ended(invoke(*arguments, *(quick if arguments[0] == "profile" else ())).code)
+        return self.last
+
+    (workplace / "h.txt").write_text("A text of some words. " * 40)
+    monkeypatch.setattr(InThisProcess, "start", start)
+    monkeypatch.setattr(local, "LocalExecutor", InThisProcess)
+    done = wide("sweep", tiny_recipe, "--steps", 1, "--stages", "calibrate,profile", "--json")
+    assert done.code == 0, done.err
+    assert commands(commands_run) == ["calibrate", "profile"]
+    (run,) = Path("runs").glob("profile-*")
+    assert json.loads((run / "summary.json").read_text())["checkpoint"].startswith("runs/calibrate-")
+    together = wide("sweep", tiny_recipe, "--stages", "profile", "--jobs-per-gpu", 2)
+    together.refused_with("--jobs-per-gpu 2", "profile")
+
+
 def test_axes_that_name_unknown_keys_and_stages_that_are_not_there_are_refused(
     wide: Wide, tiny_recipe: Path, workplace: Path
 ) -> None:
@@ -234,7 +257,7 @@ def test_killed_in_the_middle_and_run_again_it_continues_where_it_stopped(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p))
     finished = Path(wide("calibrate", tiny_recipe, "--steps", 2, "--json").document["run_dir"], "summary.json")
     finished_at = finished.stat().st_mtime_ns
-    arguments = ("sweep", tiny_recipe, "--set", "train.steps=2,600", "--stages", "calibrate", "--json")
+    arguments = ("sweep", tiny_recipe, "--set", "train.steps=2,300", "--stages", "calibrate", "--json")
     child = start_wide(*arguments)
     wait_until(lambda: steps_logged() > 12, child)
     child.kill()

@@ -33,7 +33,9 @@ Set = Annotated[
 ]
 Stages = Annotated[
     str | None,
-    typer.Option("--stages", help="calibrate,lora,eval: what runs for each point.", show_default="calibrate,eval"),
+    typer.Option(
+        "--stages", help="calibrate,lora,eval,profile: what runs for each point.", show_default="calibrate,eval"
+    ),
 ]
 JobsPerGpu = Annotated[int, typer.Option("--jobs-per-gpu", min=1, help="Processes that share a GPU.")]
 
@@ -70,6 +72,8 @@ def sweep(
         flags |= {"data_root": data_root, "wandb": wandb, "run_dir": run_dir}
         named = {"G": group_sizes, "sparsity": sparsity, "mode": modes, "seed": seed}
         recipe, plan, folder = prepare(arguments, flags, named, axes or [], stages, offline, dry_run)
+        if jobs_per_gpu > 1 and "profile" in recipe.sweep.stages:
+            raise UsageError(f"--jobs-per-gpu {jobs_per_gpu} would disturb what the stage profile times: leave it at 1")
         if dry_run:
             document = plan_sweep(recipe, plan, folder)
         else:

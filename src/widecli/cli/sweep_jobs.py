@@ -98,9 +98,9 @@ class _Builder:
             if stage not in self.stages and not (stage == "calibrate" and len(trained) == 1):
                 continue  # only what this sweep trains is measured, a calibration at least
             if "eval" in self.stages:
-                jobs[_measured("eval", stage)] = self.evaluation(point, start)
-            if "profile" in self.stages:
-                jobs[_measured("profile", stage)] = self.profile(start)
+                jobs["eval" if stage == "calibrate" else f"eval {stage}"] = self.evaluation(point, start)
+        if "profile" in self.stages:  # the engine serves no adapter that is not merged: the calibration alone
+            jobs["profile"] = self.profile(calibration)
         self.plan.of_point.append(jobs)
 
     def calibration(self, point: Point, refusal: str | None) -> Job:
@@ -171,12 +171,14 @@ class _Builder:
         )
 
     def profile(self, start: Job) -> Job:
-        path = _directory("profile", _behind(start))
+        def folder() -> Path:
+            return _directory("profile", _path(start).name.removeprefix("calibrate-"))
+
         return self.job(
             f"profile-{_behind(start)}",
             "profile",
-            lambda: path,
-            lambda: ["profile", str(_path(start)), "--run-dir", str(path), "--overwrite", *self.options],
+            folder,
+            lambda: ["profile", str(_path(start)), "--run-dir", str(folder()), "--overwrite", *self.options],
             needs=(start,),
         )
 
@@ -194,10 +196,6 @@ class _Builder:
         file = self.folder / "points" / f"{run_name(point.calibration)}.yaml"
         self.plan.recipes[file] = point.calibration
         return file
-
-
-def _measured(measure: str, stage: str) -> str:
-    return measure if stage == "calibrate" else f"{measure} {stage}"
 
 
 def _behind(start: Job) -> str:

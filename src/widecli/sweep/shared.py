@@ -22,8 +22,7 @@ def prepare(recipes: Iterable[Recipe], note: Callable[[str], None], warn: Callab
         (recipe.model, recipe.data, tokens_to_prepare(recipe.data, tokens_needed(recipe))): recipe for recipe in recipes
     }
     tokenizers = {}
-    for model, data, _ in distinct:
-        recipe = distinct[model, data, _]
+    for (model, data, _), recipe in distinct.items():
         try:
             if model not in tokenizers:
                 note(f"loading the tokenizer of {model.name}")
