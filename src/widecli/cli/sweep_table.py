@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -57,9 +58,9 @@ class SweepTable:
         return f"; {'about' if known else 'more than'} {duration(seconds)} left" if seconds else ""
 
 
-def points_table(plan: Plan, title: str, room: int | None = None) -> Table:
-    """One row a point: its values, each stage's state, what went wrong. `room`: rows that fit; the busiest are kept."""
-    table = Table(title=title, title_justify="left")
+def points_table(plan: Plan, title: str, room: int | None = None) -> Group:
+    """One row a point below a line: values, states of the stages. `room`: rows that fit; the busiest are kept."""
+    table = Table()
     axes = varying(plan)
     for key in axes:
         table.add_column(short(key))
@@ -76,9 +77,7 @@ def points_table(plan: Plan, title: str, room: int | None = None) -> Table:
         if job.state is not State.REUSED and axes:
             cells = [_cell(job) if column == "eval" else "" for column in columns]
             table.add_row("dense", *[""] * (len(axes) - 1), *cells)
-    if hidden:
-        table.caption = f"and {hidden} more points"
-    return table
+    return Group(Text(title), table, *([Text(f"and {hidden} more points")] if hidden else []))
 
 
 def varying(plan: Plan) -> list[str]:
