@@ -7,7 +7,8 @@ from typing import Any
 
 from widecli.data.stream import SequenceStream
 from widecli.model.routed import RoutedModel
-from widecli.model.warm_start import Batch, WarmStart, closed_form
+from widecli.model.thresholds import Batch
+from widecli.model.warm_start import WarmStart, closed_form
 from widecli.recipe.load import ResolvedRecipe
 from widecli.recipe.schema import Recipe
 from widecli.track.run import Run

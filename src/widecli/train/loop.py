@@ -250,7 +250,7 @@ class Trainer:
         valid = None if valid is None else valid.to(self.device, non_blocking=True)
         teacher = self._dense_hidden(ids, valid) if self.trainables.distill else None
         if self.trainables.routers:
-            noise = logistic_noise(self.settings.seed, step, rows, ids.shape[1], routed.total_groups, self.device)
+            noise = logistic_noise(self.settings.seed, step, rows, ids.shape[1], routed.noise_width, self.device)
             routed.set_gate(Gumbel(self._temperature, noise))
         with ExitStack() as stack:
             if self.adapter:
