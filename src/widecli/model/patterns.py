@@ -4,15 +4,14 @@ For margins z (gate.py) a pattern p of zeros and ones scores `z . (2 p - 1)`: li
 scores together are one [N x C] product. A codebook with every possible pattern decides like independent bits.
 
 Training samples by the Gumbel-max of `score / 2`: with every possible pattern that is exactly the distribution of
-independent bits, and so one temperature schedule serves both. `noise_scale` divides the scores further: the fewer the
-patterns, the more bits two neighbours differ in, the further apart are their scores, and the rarer are tries of another.
+independent bits, and so one temperature schedule serves both. `noise_scale` divides the scores further: with few
+patterns, neighbours differ in many bits, their scores lie far apart, and noise of that size rarely tries another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +81,7 @@ class Codebook(nn.Module):
 
     def _scores(self, z: Tensor, weights: Tensor) -> Tensor:
         with torch.autocast(z.device.type, enabled=False):
-            parts = z.float().unflatten(-1, (self.size.segments, self.size.width))
+            parts = z.float().reshape(*z.shape[:-1], self.size.segments, self.size.width)
             return torch.einsum("...sw,scw->...sc", parts, 2 * weights - 1)
 
     def choose(self, z: Tensor) -> Tensor:
@@ -98,7 +97,7 @@ class Codebook(nn.Module):
         with torch.autocast(z.device.type, enabled=False):
             weights = self._weights()
             # -log(-log u) from the logistic log(u / (1 - u))
-            gumbel = -F.softplus(-noise).log().unflatten(-1, (self.size.segments, self.size.count))
+            gumbel = -F.softplus(-noise).log().reshape(*noise.shape[:-1], self.size.segments, self.size.count)
             perturbed = self._scores(z, weights) / (2 * self.noise_scale) + gumbel
             soft = torch.softmax(perturbed / temperature, -1)
             hard = F.one_hot(perturbed.argmax(-1), self.size.count).to(soft.dtype)
@@ -183,4 +182,4 @@ def fill(codebooks: nn.ModuleDict, found: Mapping[str, Tensor], path: Path) -> N
 
 def parameters(codebooks: nn.ModuleDict) -> dict[str, nn.Parameter]:
     """The learned patterns by `patterns.<layer>.<part>.latent`; none where patterns are fixed or fitted."""
-    return {f"patterns.{name}": cast(nn.Parameter, p) for name, p in codebooks.named_parameters()}
+    return {f"patterns.{name}": p for name, p in codebooks.named_parameters()}

@@ -73,7 +73,7 @@ class CodebookSize:
     @property
     def complete(self) -> bool:
         """Whether every possible pattern is there: deciding by patterns is then deciding group by group."""
-        return self.count == 2**self.width
+        return self.count == 1 << self.width
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,12 @@ class PatternPlan:
     count: int
     segments: int = 1
     parts: Literal["all", "attention", "ffn"] = "ffn"
+
+    @property
+    def described(self) -> str:
+        """In a few words."""
+        segments = f" in each of {self.segments} segments" if self.segments > 1 else ""
+        return f"{self.count}{segments}, parts {self.parts}"
 
     def size(self, part: PartName, groups: int) -> CodebookSize | None:
         """The codebook of a part with so many groups; None where groups are decided one by one. Raises UsageError.

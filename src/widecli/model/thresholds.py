@@ -100,13 +100,14 @@ def meet(
     *,
     passes: int,
     unrouted: bool = False,
+    first: Margins | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[Decision, float]:
     """Shift the routers' biases until routed passes skip what `solve` aims at; returns what came off the margins.
 
     What the present margins promise falls short, always: once more is skipped, the margins of later layers rise. So
     each move is stretched by how far the last one fell short of its promise. `unrouted`: the routers cannot route yet,
-    so the first look is at the dense model.
+    so the first look is at the dense model. `first`: what the first look would find, if somebody has looked already.
     """
     total = dict.fromkeys(routed.decisions.values(), 0.0)
     promised: dict[Decision, float] = {}
@@ -114,7 +115,8 @@ def meet(
     stretch = dict.fromkeys(total, 1.0)
     for i in range(passes):
         say(f"thresholds, pass {i + 1} of {passes}")
-        shifts = solve(collect_margins(routed, batches, under_routing=not unrouted or i > 0))
+        seen = first if first is not None and i == 0 else None
+        shifts = solve(seen or collect_margins(routed, batches, under_routing=not unrouted or i > 0))
         for decision, shift in shifts.items():
             moved = before.get(decision, 0.0)
             if i > (1 if unrouted else 0) and moved * shift > 0:
