@@ -101,6 +101,7 @@ def _document(source: Path, out: Path, settings: Settings, found: Conversion) ->
         "checkpoint": str(source),
         "patterns": asdict(settings.patterns),
         "tokens": found.tokens,
+        "measured_tokens": found.measured_tokens,
         "match": settings.match,
         "seed": settings.seed,
         "agreement": _means(found),

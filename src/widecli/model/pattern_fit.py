@@ -17,7 +17,7 @@ from widecli.errors import UsageError
 from widecli.model.patterns import Codebook
 from widecli.model.plan import PARTS, PartName
 from widecli.model.routed import Decision, RoutedModel
-from widecli.model.thresholds import Batch, Margins, Solver, collect_margins, common_shift, meet, skipped_share
+from widecli.model.thresholds import Batch, Margins, Solver, collect_margins, common_shift, meet, rows, skipped_share
 
 ROUNDS = 15
 MATCH_PASSES = 3
@@ -28,7 +28,7 @@ Match = Literal["global", "layer", "none"]
 def lloyd(
     z: Tensor, count: int, generator: torch.Generator, rounds: int = ROUNDS, start: Tensor | None = None
 ) -> Tensor:
-    """`count` patterns for margins z [n, w], bool [count, w]; from `start` [count, w], else from random tokens' bits.
+    """`count` patterns for margins z [n, w], bool [count, w]; from `start` [count, w], else from tokens' bits.
 
     A pattern that no token takes is seeded anew with the bits of the tokens that lose most. Raises UsageError for more
     patterns than tokens.
@@ -39,8 +39,7 @@ def lloyd(
     z = z.float()
     best_possible = z.abs().sum(-1)
     if start is None:
-        chosen = torch.randperm(tokens, generator=generator)[:count].to(z.device)
-        start = z[chosen] >= 0
+        start = _first_patterns(z, count, generator)
     patterns = start.clone()
     for _ in range(rounds):
         score, taken = (z @ (2.0 * patterns - 1).T).max(-1)
@@ -51,6 +50,21 @@ def lloyd(
         if torch.equal(updated, patterns):
             break
         patterns = updated
+    return patterns
+
+
+def _first_patterns(z: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Bits of random tokens, each drawn by how much it loses with those before it (as k-means++ does)."""
+    draws = torch.rand(count, generator=generator, dtype=torch.float64).to(z.device)
+    loss = z.abs().sum(-1).double()
+    patterns = torch.ones(count, z.shape[1], dtype=torch.bool, device=z.device)
+    for i in range(count):
+        chances = loss.cumsum(0)
+        token = torch.searchsorted(chances, draws[i] * chances[-1]).clamp_max(len(z) - 1)
+        patterns[i] = z[token] >= 0
+        # the loss of a token with a pattern: twice the margins that the pattern contradicts
+        own = 2 * (z.abs() * ((z >= 0) != patterns[i])).sum(-1).double()
+        loss = torch.minimum(loss, own) if i else own
     return patterns
 
 
@@ -125,6 +139,7 @@ class Conversion:
     """What `convert` found; `achieved` as a trace's summary has it."""
 
     tokens: int
+    measured_tokens: int  # of them, behind the rates and counts
     uses: list[PatternUse]
     before: dict[str, float] = field(default_factory=dict)  # skip rates by part: independent bits
     unmatched: dict[str, float] = field(default_factory=dict)
@@ -144,28 +159,32 @@ def convert(
 ) -> Conversion:
     """Fill the codebooks of a model with calibrated routers from text, and shift the routers to skip as much as before.
 
-    `match`: one shift a part (`global`), one a decision (`layer`), or none.
+    `match`: one shift a part (`global`), one a decision (`layer`), or none. Rates are measured and matched on the first
+    half of the text: they need fewer tokens than patterns.
     """
+    sample = batches[: max(1, len(batches) // 2)]
+    measured = sum(len(rows(ids, valid)) for ids, valid in sample)
     say("reading the text, every group deciding by itself")
     with routed.bits():
         z = collect_margins(routed, batches)
-        wanted = {d: skipped_share(d, z[d]) for d in z}
+        wanted = {d: skipped_share(d, z[d][:measured]) for d in z}
         decided = {d: d.gate.decide(z[d]) for d in z}
     say("finding patterns")
     fit_codebooks(routed, z, seed)
     codebooks = codebooks_of(routed)
     agreement = {d: float((d.gate.decide(z[d]) == decided[d]).float().mean()) for d in codebooks}
+    tokens = len(next(iter(z.values())))
     del z, decided
     say("measuring what they skip")
-    found = collect_margins(routed, batches)
+    found = collect_margins(routed, sample)
     raw = {d: skipped_share(d, margin) for d, margin in found.items()}
     shifts = dict.fromkeys(codebooks, 0.0)
     if match != "none":
         solve = for_rates(routed, wanted, match)
-        shifts |= meet(routed, batches, solve, passes=MATCH_PASSES, first=found, say=say)
+        shifts |= meet(routed, sample, solve, passes=MATCH_PASSES, first=found, say=say)
     say("measuring again")
     with routed.tracing() as trace:
-        found = collect_margins(routed, batches)
+        found = collect_margins(routed, sample)
     rates = {d: skipped_share(d, margin) for d, margin in found.items()}
     uses = [
         PatternUse(
@@ -183,7 +202,8 @@ def convert(
         if d.codebook is not None
     ]
     return Conversion(
-        tokens=len(next(iter(found.values()))),
+        tokens=tokens,
+        measured_tokens=measured,
         uses=uses,
         before=_by_part(routed, wanted),
         unmatched=_by_part(routed, raw),
