@@ -41,7 +41,9 @@ def test_the_opening_command_names_this_very_recipe(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in RECIPES if n.split("/")[0] in STAGES])
 def test_a_name_says_model_sparsity_and_groups(name: str) -> None:
-    match = re.fullmatch(r"(calibrate|lora)/(?P<model>.+)_s(?P<s>\d+)_(?:g(?P<g>\d+)|(?P<mode>token|layer))", name)
+    match = re.fullmatch(
+        r"(calibrate|lora)/(?P<model>.+)_s(?P<s>\d+)_(?:g(?P<g>\d+))?_?(?P<mode>patterns|token|layer)?", name
+    )
     assert match is not None, "recipes of a stage are named model_sparsity_groups"
     recipe = resolve(name).recipe
     assert recipe.model.name == MODELS[match["model"]]
