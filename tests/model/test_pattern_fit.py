@@ -82,8 +82,9 @@ def test_the_budget_is_matched_on_the_sample() -> None:
 
 def test_each_layer_is_matched_if_asked() -> None:
     found = converted("layer")
-    for use in found.uses:
-        assert use.skipped == pytest.approx(use.bits_skipped, abs=0.04)
+    for use in found.uses:  # one of three patterns more or less is a large step
+        assert use.skipped == pytest.approx(use.bits_skipped, abs=0.05)
+        assert abs(use.skipped - use.bits_skipped) <= abs(use.skipped_before - use.bits_skipped)
     assert len({use.shift for use in found.uses if use.part == "ffn"}) == 2
 
 

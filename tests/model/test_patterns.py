@@ -91,6 +91,13 @@ def test_samples_are_patterns_and_their_gradient_is_that_of_the_relaxation() -> 
     assert torch.allclose(z.grad, again.grad, atol=1e-5)
 
 
+def test_a_probability_stays_one_whatever_rounding_does() -> None:
+    book = codebook(1, 64, 8)
+    book.set_bits(torch.ones_like(book.bits))
+    chances = book.probability(some_margins(500, 8))
+    assert float(chances.max()) <= 1 and float(chances.min()) > 0.9999
+
+
 def test_noise_scale_tries_other_patterns_more_often() -> None:
     book = codebook(1, 4, 6)
     z = 2 * some_margins(4000, 6)

@@ -109,7 +109,8 @@ class Codebook(nn.Module):
         """The chance that a sample runs each group: z [..., N] -> [..., N]."""
         weights = self._weights()
         chances = torch.softmax(self._scores(z, weights) / (2 * self.noise_scale), -1)
-        return torch.einsum("...sc,scw->...sw", chances, weights).flatten(-2)
+        # rounding can carry a sum of chances past 1, where an entropy is infinite
+        return torch.einsum("...sc,scw->...sw", chances, weights).flatten(-2).clamp(0, 1)
 
 
 def every_pattern(width: int) -> Tensor:
