@@ -139,9 +139,9 @@ def test_a_config_with_an_unknown_plan_key_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "c", routers())
     path = tmp_path / "c" / checkpoint.CONFIG
     data = json.loads(path.read_text())
-    data["plan"]["patterns"] = 16
+    data["plan"]["novelty"] = 16
     path.write_text(json.dumps(data))
-    with pytest.raises(UsageError, match="patterns"):
+    with pytest.raises(UsageError, match="novelty"):
         checkpoint.read_config(tmp_path / "c")
 
 

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from widecli.model.gate import argmax_gate, gumbel_gate, logistic_noise
+from widecli.model.gate import argmax_gate, gumbel_gate, logistic_noise, margins
 
 CPU = torch.device("cpu")
 
 
 def test_argmax_gate_executes_where_class_0_is_at_least_as_likely() -> None:
     logits = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]])
-    assert argmax_gate(logits).tolist() == [True, False, True]
+    assert argmax_gate(margins(logits)).tolist() == [True, False, True]
 
 
 @given(st.integers(0, 10_000), st.floats(0.05, 10))
@@ -23,7 +23,7 @@ def test_samples_are_exactly_zero_or_one(seed: int, temperature: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(7, 5, 2, generator=generator) * 3
     noise = logistic_noise(seed, 0, range(7), 1, 5, CPU)[:, 0]
-    gate = gumbel_gate(logits, torch.tensor(temperature), noise)
+    gate = gumbel_gate(margins(logits), torch.tensor(temperature), noise)
     assert gate.dtype == torch.float32
     assert set(gate.unique().tolist()) <= {0.0, 1.0}
     assert torch.equal(gate.bool(), logits[..., 0] + noise >= logits[..., 1])
@@ -34,7 +34,7 @@ def test_the_gradient_is_that_of_the_relaxed_sample() -> None:
     logits = torch.randn(6, 4, 2, generator=generator, dtype=torch.float64).requires_grad_()
     noise = torch.randn(6, 4, generator=generator, dtype=torch.float64)
     upstream = torch.randn(6, 4, generator=generator, dtype=torch.float64)
-    (gumbel_gate(logits, torch.tensor(0.8, dtype=torch.float64), noise) * upstream).sum().backward()
+    (gumbel_gate(margins(logits), torch.tensor(0.8, dtype=torch.float64), noise) * upstream).sum().backward()
     step = 1e-6
     for index in [(0, 0, 0), (0, 0, 1), (3, 2, 0), (5, 3, 1)]:
         relaxed = []
@@ -59,7 +59,7 @@ def test_the_logistic_form_has_the_distribution_of_two_gumbel_draws() -> None:
     points = torch.linspace(0.02, 0.98, 49, dtype=torch.float64)
     gap = (two.quantile(points) - one.quantile(points)).abs().max()
     assert gap < 0.01
-    executed = gumbel_gate(logits.expand(draws, 1, 2), torch.tensor(tau), noise.float()[:, None]).mean()
+    executed = gumbel_gate(margins(logits.expand(draws, 1, 2)), torch.tensor(tau), noise.float()[:, None]).mean()
     expected = math.exp(0.9) / (math.exp(0.9) + math.exp(0.2))
     assert float(executed) == pytest.approx(expected, abs=5 * math.sqrt(0.25 / draws))
 

@@ -211,7 +211,7 @@ def test_a_plan_that_routes_nothing_is_refused(wide: Wide, tiny_recipe: Path, wo
         (["--mode", "layer", "routing.parts=ffn"], ["routing.mode=layer"]),
         (["routing.layers={7: {parts: ffn}}"], ["layer 7", "0 to 1"]),
         (["train.micro_batch_size=3"], ["train.micro_batch_size=3", "train.batch_size=2"]),
-        (["--mode", "narrow"], ["routing.mode", "narrow", "wide, token, layer"]),
+        (["--mode", "narrow"], ["routing.mode", "narrow", "wide, patterns, token, layer"]),
         (["--steps", "-1"], ["train.steps", "-1"]),
     ],
 )

@@ -91,7 +91,7 @@ def reachable_tasks(data_root: str | None, offline: bool) -> str | None:
 def random_start(resolved: ResolvedRecipe, run_dir: str, offline: bool) -> dict[str, float]:
     """Held-out perplexity of random routers, shifted to skip what the budget asks for: what no training would give."""
     from widecli.evaluate.perplexity import measure_perplexity
-    from widecli.model.warm_start import meet_budget
+    from widecli.model.thresholds import meet_budget
     from widecli.track.run import Run
     from widecli.train.calibrate import prepare, warm_start_batches
 

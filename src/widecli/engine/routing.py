@@ -12,7 +12,8 @@ from torch import Tensor
 import wide_kernels as wk
 from wide_kernels import RouteLayout
 from widecli.engine.weights import Norm
-from widecli.model.gate import argmax_gate
+from widecli.model.gate import Bits, Gate, margins
+from widecli.model.patterns import Codebook
 from widecli.model.router import Router
 
 
@@ -72,22 +73,26 @@ class RandomMasks:
 class Decision:
     """One router with the norm that shares its input, ready to run on rows of the residual stream."""
 
-    def __init__(self, index: int, router: Router, norm: Norm, masks: Masks | None) -> None:
+    def __init__(
+        self, index: int, router: Router, norm: Norm, masks: Masks | None, codebook: Codebook | None = None
+    ) -> None:
         self.index = index
         self.groups = router.groups
         self.masks = masks
         self._norm = norm
         self._router = router
+        self._gate: Gate = codebook or Bits(router.groups)
+        self._fused = codebook is None and router.tap == "residual"
         self._w1 = router.plain_down_weight().contiguous()
         self._b1, self._w2, self._b2 = (t.detach() for t in (router.down.bias, router.up.weight, router.up.bias))
 
     def take(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [rows, D] -> (normalised x, mask bool [rows, N])."""
-        if self._router.tap == "residual":
+        if self._fused:
             weights = (self._norm.weight, self._w1, self._b1, self._w2, self._b2)
             normalised, mask = wk.norm_route(x, *weights, self._norm.eps)
         else:
-            normalised, mask = normalise(x, self._norm), argmax_gate(self._router(x))
+            normalised, mask = normalise(x, self._norm), self._gate.decide(margins(self._router(x)))
         if self.masks is not None:
             mask = self.masks.take(self.index, mask)
         return normalised, mask

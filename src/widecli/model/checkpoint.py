@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from widecli.errors import UsageError
+from widecli.model import patterns
 from widecli.model.identity import BackboneIdentity
 from widecli.model.plan import RoutingPlan
 from widecli.model.router import plain_state
@@ -30,8 +31,12 @@ if TYPE_CHECKING:
 SCHEMA = "wide.checkpoint/1"
 # Written when there is more than routers: a version that knows the first schema alone would go on without the adapter.
 SCHEMA_WITH_MORE = "wide.checkpoint/2"
+# Written when tokens pick patterns: a version without them would decide by bits and call that the checkpoint's quality.
+SCHEMA_WITH_PATTERNS = "wide.checkpoint/3"
+SCHEMAS = (SCHEMA, SCHEMA_WITH_MORE, SCHEMA_WITH_PATTERNS)
 CONFIG = "wide_config.json"
 ROUTERS = "router.safetensors"
+PATTERNS = "patterns.safetensors"
 ADAPTER = "adapter"
 
 
@@ -62,8 +67,12 @@ class CheckpointConfig:
             more["origin"] = dict(self.origin)
         if self.merged is not None:
             more["merged"] = asdict(self.merged)
+        schema = SCHEMA_WITH_MORE if more else SCHEMA
+        if self.plan.patterns is not None:
+            more["patterns"] = {**asdict(self.plan.patterns), "file": PATTERNS}
+            schema = SCHEMA_WITH_PATTERNS
         return {
-            "schema": SCHEMA_WITH_MORE if more else SCHEMA,
+            "schema": schema,
             "backbone": asdict(self.backbone),
             "plan": self.plan.to_json(),
             "step": self.step,
@@ -79,15 +88,20 @@ def save(
     config: CheckpointConfig,
     recipe_yaml: str,
     extra: Mapping[str, Any] | None = None,
+    codebooks: nn.ModuleDict | None = None,
 ) -> None:
     """Write a checkpoint atomically: wide_config.json, router.safetensors, recipe.yaml, README.md.
 
-    `extra` maps further file names to a callable that writes them (the training state).
+    `codebooks` go to patterns.safetensors where the plan has patterns. `extra` maps further file names to a callable
+    that writes them (the training state).
     """
     from safetensors.torch import save_file
 
     with atomic_directory(directory) as scratch:
         save_file(plain_state(routers), scratch / ROUTERS, metadata={"format": "pt"})
+        if config.plan.patterns is not None:
+            assert codebooks is not None
+            save_file(patterns.tensors(codebooks), scratch / PATTERNS, metadata={"format": "pt"})
         (scratch / CONFIG).write_text(json.dumps(config.to_json(), indent=2) + "\n")
         (scratch / "recipe.yaml").write_text(recipe_yaml)
         (scratch / "README.md").write_text(model_card(config))
@@ -123,9 +137,9 @@ def read_config(directory: Path) -> CheckpointConfig:
         raise UsageError(f"{directory} is not a checkpoint: it has no {CONFIG}") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read ({error}); take another checkpoint of the run") from error
-    if not isinstance(data, dict) or data.get("schema") not in (SCHEMA, SCHEMA_WITH_MORE):
+    if not isinstance(data, dict) or data.get("schema") not in SCHEMAS:
         found = data.get("schema") if isinstance(data, dict) else None
-        raise UsageError(f"{path} has schema {found!r}; this version reads {SCHEMA!r} and {SCHEMA_WITH_MORE!r}")
+        raise UsageError(f"{path} has schema {found!r}; this version reads {', '.join(map(repr, SCHEMAS))}")
     try:
         adapter, merged = data.get("adapter"), data.get("merged")
         return CheckpointConfig(
@@ -147,11 +161,16 @@ def refuse_incomplete(directory: Path) -> None:
     from widecli.model import adapter
 
     config = read_config(directory)
-    for name in (ROUTERS, "recipe.yaml"):
+    for name in (*routing_files(config), "recipe.yaml"):
         if not (directory / name).is_file():
             raise UsageError(f"{directory} lacks its {name}; take another checkpoint of the run")
     if config.adapter_folder:
         adapter.refuse_incomplete(directory / config.adapter_folder)
+
+
+def routing_files(config: CheckpointConfig) -> tuple[str, ...]:
+    """The files that hold what decides: the routers, and the patterns they choose from."""
+    return (ROUTERS,) if config.plan.patterns is None else (ROUTERS, PATTERNS)
 
 
 def section_of(directory: Path) -> ModelSection:
@@ -188,7 +207,7 @@ def attach(directory: Path, backbone: Backbone) -> tuple[RoutedModel, Adapter | 
     folder = config.adapter_folder
     adapter = Adapter.load(backbone.model, directory / folder) if folder else None
     routed = RoutedModel.attach(backbone.model, config.plan)
-    load_routers(directory, routed.routers)
+    load_routing(directory, routed)
     return routed, adapter
 
 
@@ -196,9 +215,10 @@ def origin_of(directory: Path) -> dict[str, Any]:
     """What a second stage records of the checkpoint it begins with: where it lay, and what tells it from others."""
     config = read_config(directory)
     try:
-        digest = hashlib.sha256((directory / ROUTERS).read_bytes()).hexdigest()[:16]
+        content = b"".join((directory / name).read_bytes() for name in routing_files(config))
     except OSError as error:
-        raise UsageError(f"{directory / ROUTERS} cannot be read ({error}); take another checkpoint") from error
+        raise UsageError(f"{directory} cannot be read ({error}); take another checkpoint") from error
+    digest = hashlib.sha256(content).hexdigest()[:16]
     return {
         "checkpoint": str(directory),
         "recipe_hash": config.recipe_hash,
@@ -207,21 +227,33 @@ def origin_of(directory: Path) -> dict[str, Any]:
     }
 
 
+def load_routing(directory: Path, routed: RoutedModel) -> None:
+    """Fill a model's routers and codebooks from a checkpoint of its plan, exactly. Raises UsageError."""
+    load_routers(directory, routed.routers)
+    if len(routed.codebooks):
+        patterns.fill(routed.codebooks, _read(directory / PATTERNS), directory / PATTERNS)
+
+
 def load_routers(directory: Path, routers: nn.ModuleDict) -> None:
     """Fill `routers` from a checkpoint, exactly. Raises UsageError naming missing, unexpected and misshaped keys."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     path = directory / ROUTERS
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UsageError(f"{path} cannot be read ({error}); take another checkpoint of the run") from error
+    tensors = _read(path)
     expected = routers.state_dict()
     problems = _key_problems(expected, tensors)
     if problems:
         raise UsageError(f"{path} does not fit its own plan: " + "; ".join(problems))
     routers.load_state_dict(tensors, strict=True)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        found: dict[str, Tensor] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"{path} cannot be read ({error}); take another checkpoint of the run") from error
+    return found
 
 
 def _key_problems(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
@@ -256,6 +288,7 @@ def model_card(config: CheckpointConfig) -> str:
         f"| mode | {plan.mode}, parts {plan.parts}, tap {plan.tap} |",
         f"| group sizes | {plan.attention_group_size} query heads, {plan.ffn_group_size} FFN channels |",
         f"| router rank | {plan.rank} |",
+        *([f"| patterns | {plan.patterns.described} |"] if plan.patterns else []),
         f"| steps | {config.step} |",
     ]
     if config.adapter:

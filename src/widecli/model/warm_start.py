@@ -20,25 +20,23 @@ and thresholds are searched on what routed passes really skip (`threshold_passes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from widecli.model.budget import Budget
-from widecli.model.cost import part_flops, part_parameters
+from widecli.model.cost import part_parameters
 from widecli.model.loss import next_token_loss
-from widecli.model.plan import PARTS, PartName
+from widecli.model.plan import PartName
 from widecli.model.routed import Decision, RoutedModel
 from widecli.model.router import Router
+from widecli.model.thresholds import Batch, for_budget, hooked, meet, rows
 
-Batch = tuple[Tensor, Tensor | None]  # input ids [B, T] and validity mask [B, T], or None without padding
 FEW_TOKENS = 32768
 _TINY = 1e-20  # contributions of dead groups: keeps their log finite
-_MOST_STRETCH = 4.0
 _TINY_GRADIENT = 1e-14  # squared; below what bf16 passes resolve
 
 
@@ -128,59 +126,17 @@ def closed_form(
     say = progress or (lambda _: None)
     budget = budget.scaled(settings.budget_share)
     thresholds = dict.fromkeys(routed.decisions.values(), 0.0)
+    sample = batches[: max(1, len(batches) // 2)]  # a threshold needs fewer tokens than a regression
+    solve = for_budget(routed, budget)
     for index in range(settings.rounds):
         say(f"statistics, pass {index + 1} of {settings.rounds}")
         moments = _collect(routed, batches, settings.first_order_weight, under_routing=index > 0)
         with torch.no_grad():
             for decision, m in moments.items():
                 _set_scores(decision.router, m, settings, thresholds[decision])
-            _meet_budget(routed, batches, budget, settings, thresholds, first=index == 0, say=say)
-
-
-@torch.no_grad()
-def meet_budget(routed: RoutedModel, batches: Sequence[Batch], budget: Budget, passes: int = 4) -> None:
-    """Shift the routers as they are until they skip what the budget asks for on this text, and change nothing else."""
-    thresholds = dict.fromkeys(routed.decisions.values(), 0.0)
-    settings = WarmStart(threshold_passes=passes)
-    _meet_budget(routed, batches, budget, settings, thresholds, first=False, say=lambda _: None)
-
-
-def _meet_budget(
-    routed: RoutedModel,
-    batches: Sequence[Batch],
-    budget: Budget,
-    settings: WarmStart,
-    thresholds: dict[Decision, float],
-    *,
-    first: bool,
-    say: Callable[[str], None],
-) -> None:
-    """Move the thresholds until routed passes skip what the budget asks for.
-
-    A quantile of the present scores falls short, always: once more is skipped, the scores of later layers rise. So each
-    move is stretched by how far the last one fell short of what its quantile promised.
-    """
-    promised: dict[Decision, float] = {}
-    before: dict[Decision, float] = {}
-    stretch = dict.fromkeys(thresholds, 1.0)
-    for i in range(settings.threshold_passes):
-        say(f"thresholds, pass {i + 1} of {settings.threshold_passes}")
-        # without any threshold yet the routers cannot route, so the first look is at the dense model
-        logits = _logits(routed, batches, under_routing=not first or i > 0)
-        shifts = _thresholds(routed, logits, budget)
-        for decision, shift in shifts.items():
-            moved = before.get(decision, 0.0)
-            if i > (1 if first else 0) and moved * shift > 0:
-                # the last move should have left no shift at all; what is left tells how much of it was eaten
-                eaten = min(0.75, shift / promised[decision])
-                stretch[decision] = min(_MOST_STRETCH, stretch[decision] / (1 - eaten))
-            elif moved * shift < 0:
-                stretch[decision] = 1.0  # went too far
-            promised[decision] = shift
-            before[decision] = step = shift * stretch[decision]
-            decision.router.up.bias[0::2] -= step
-            decision.router.up.bias[1::2] += step
-            thresholds[decision] += step / settings.scale
+        moved = meet(routed, sample, solve, passes=settings.threshold_passes, unrouted=index == 0, say=say)
+        for decision, shift in moved.items():
+            thresholds[decision] += shift / 2 / settings.scale  # half of a margin is the execute logit
 
 
 def _set_scores(router: Router, moments: _Moments, settings: WarmStart, threshold: float) -> None:
@@ -205,41 +161,6 @@ def _log_cost(routed: RoutedModel, decision: Decision) -> float:
     return math.log(total / decision.router.groups)
 
 
-@contextmanager
-def _hooked(
-    routed: RoutedModel, on_input: Callable[..., None], on_output: Callable[..., None] | None
-) -> Iterator[None]:
-    """Call `on_input(decision, x)` where a router reads and `on_output(decision, part, h, W)` where masks apply."""
-    handles = []
-    for (index, part), decision in routed.decisions.items():
-        norm, output = routed.part_modules(routed.decoder_layers()[index], part)
-        if part == "attention" or not routed.layers[index].shared:
-
-            def read(_: nn.Module, args: tuple[Tensor, ...], decision: Decision = decision) -> None:
-                on_input(decision, args[0])
-
-            handles.append(norm.register_forward_pre_hook(read))
-        if on_output is not None:
-
-            def write(
-                module: nn.Linear, args: tuple[Tensor, ...], decision: Decision = decision, part: PartName = part
-            ) -> None:
-                on_output(decision, part, args[0], module.weight)
-
-            # before the mask: what a skipped group would have contributed counts too
-            handles.append(output.register_forward_pre_hook(write, prepend=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _rows(x: Tensor, valid: Tensor | None) -> Tensor:
-    """x [B, T, K] -> the rows of real tokens [n, K]."""
-    return x.flatten(0, 1) if valid is None else x[valid.bool()]
-
-
 def _collect(
     routed: RoutedModel, batches: Sequence[Batch], first_order_weight: float, under_routing: bool
 ) -> dict[Decision, _Moments]:
@@ -259,20 +180,20 @@ def _collect(
             added[decision] = added[decision] + part_added if decision in added else part_added
 
     for ids, valid in batches:
-        with torch.enable_grad(), _hooked(routed, on_input, on_output), routed.probing(open_gates=not under_routing):
+        with torch.enable_grad(), hooked(routed, on_input, on_output), routed.probing(open_gates=not under_routing):
             hidden = routed.decoder(input_ids=ids, attention_mask=valid, use_cache=False).last_hidden_state
             if first_order_weight > 0:
                 torch.autograd.backward(next_token_loss(hidden, routed.lm_head.weight, ids, valid))
             for decision, x in inputs.items():
-                x = _rows(x, valid).float()
+                x = rows(x, valid).float()
                 scores = x.new_zeros(len(x), decision.router.groups, dtype=torch.float64)
                 if first_order_weight < 1:
-                    magnitude = (_rows(added.pop(decision), valid).double() + _TINY).log()
+                    magnitude = (rows(added.pop(decision), valid).double() + _TINY).log()
                     relative = magnitude - (x.double().square().sum(-1, keepdim=True) + _TINY).log()
                     scores += (1 - first_order_weight) * relative
                 if first_order_weight > 0:
                     assert decision.probe is not None and decision.probe.grad is not None
-                    gradient = _rows(decision.probe.grad, valid).double()
+                    gradient = rows(decision.probe.grad, valid).double()
                     scores += first_order_weight * (gradient.square() + _TINY_GRADIENT).log()
                 features = decision.router.features(x)
                 if decision not in moments:
@@ -280,62 +201,3 @@ def _collect(
                 moments[decision].add(features, scores - _log_cost(routed, decision))
         inputs.clear()
     return moments
-
-
-def _logits(routed: RoutedModel, batches: Sequence[Batch], under_routing: bool) -> dict[Decision, Tensor]:
-    """Each router's present execute logits [n, N] on a sample of the text."""
-    found: dict[Decision, list[Tensor]] = {}
-    valid: list[Tensor | None] = [None]
-
-    def on_input(decision: Decision, x: Tensor) -> None:
-        logits = decision.router(_rows(x, valid[0]))
-        found.setdefault(decision, []).append(logits[..., 0])
-
-    sample = batches[: max(1, len(batches) // 2)]  # a threshold needs fewer tokens than a regression
-    with _hooked(routed, on_input, None):
-        for ids, mask in sample:
-            valid[0] = mask
-            with nullcontext() if under_routing else routed.dense():
-                routed.decoder(input_ids=ids, attention_mask=mask, use_cache=False)
-    return {decision: torch.cat(parts) for decision, parts in found.items()}
-
-
-def _thresholds(routed: RoutedModel, scores: dict[Decision, Tensor], budget: Budget) -> dict[Decision, float]:
-    """Shifts, in the units of `scores`, at which the budget is met: one for all, one a part or one a layer."""
-    context = budget.context_tokens
-    cost = {p: part_flops(routed.shape, p, context) for p in PARTS}
-    routed_parts = [p for p in PARTS if any(key[1] == p for key in routed.decisions)]
-
-    def weights(decision: Decision) -> float:
-        parts = routed.parts_of(decision)
-        if budget.kind == "flops":
-            return sum(cost[p] for p in parts) / (sum(cost.values()) * len(routed.layers))
-        return len(parts) / (len(routed_parts) * len(routed.layers))
-
-    if budget.kind == "parts":
-        result: dict[Decision, float] = {}
-        for part in routed_parts:
-            chosen = {d: 1.0 for (_, p), d in routed.decisions.items() if p == part}
-            result |= _solve(scores, {d: 1 / len(routed.layers) for d in chosen}, budget.target(part) or 0.0)
-        return result
-    if budget.kind == "uniform":
-        result = {}
-        for index in range(len(routed.layers)):
-            chosen_here = list(dict.fromkeys(d for (i, _), d in routed.decisions.items() if i == index))
-            result |= _solve(scores, {d: 1 / len(chosen_here) for d in chosen_here}, budget.sparsity)
-        return result
-    return _solve(scores, {d: weights(d) for d in scores}, budget.sparsity)
-
-
-def _solve(scores: dict[Decision, Tensor], weights: dict[Decision, float], target: float) -> dict[Decision, float]:
-    """Bisect the common threshold at which the weighted share of scores below it is `target`."""
-    if not weights:
-        return {}
-    low = min(float(scores[d].min()) for d in weights) - 1.0
-    high = max(float(scores[d].max()) for d in weights) + 1.0
-    if target > 0:
-        for _ in range(40):
-            middle = (low + high) / 2
-            share = sum(w * float((scores[d] < middle).float().mean()) for d, w in weights.items())
-            low, high = (middle, high) if share < target else (low, middle)
-    return dict.fromkeys(weights, low)

@@ -97,6 +97,8 @@ class Subject:
 def random_plans(shape: ModelShape, group_sizes: tuple[int, ...], like: RoutingPlan | None) -> tuple[RoutingPlan, ...]:
     """A plan for each group size, otherwise like a checkpoint's. Raises UsageError for a size that does not fit."""
     base = like or RoutingPlan(shape.query_heads_per_kv_head, group_sizes[0], _RANK)
+    if base.patterns is not None:  # a random mask is no pattern
+        base = dataclasses.replace(base, mode="wide", patterns=None)
     plans = tuple(dataclasses.replace(base, ffn_group_size=size) for size in group_sizes)
     for plan in plans:
         plan.validate(shape)

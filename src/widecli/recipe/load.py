@@ -91,11 +91,14 @@ def resolve(
 def recipe_hash(recipe: Recipe) -> str:
     """First 8 hex digits of the SHA-256 of everything but `track` and `sweep`.
 
-    A `lora` section at its defaults leaves no trace.
+    A `lora` section at its defaults and the pattern keys of other modes leave no trace: nothing reads them, and recipes
+    from before they existed keep their hash.
     """
-    # calibrations do not read `lora`, and those from before it existed keep their names
     without = {"track", "sweep"} | ({"lora"} if recipe.lora == LoraSection() else set())
-    canonical = json.dumps(recipe.model_dump(mode="json", exclude=without), sort_keys=True, separators=(",", ":"))
+    content = recipe.model_dump(mode="json", exclude=without)
+    if recipe.routing.mode != "patterns":
+        content["routing"] = {k: v for k, v in content["routing"].items() if not k.startswith("pattern_")}
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:8]
 
 

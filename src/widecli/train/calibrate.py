@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from widecli.data.stream import SequenceStream
+from widecli.model.pattern_fit import fit_codebooks
 from widecli.model.routed import RoutedModel
-from widecli.model.warm_start import Batch, WarmStart, closed_form
+from widecli.model.thresholds import Batch, collect_margins, meet_budget
+from widecli.model.warm_start import WarmStart, closed_form
 from widecli.recipe.load import ResolvedRecipe
 from widecli.recipe.schema import Recipe
 from widecli.track.run import Run
-from widecli.train.job import Job, Note, check_plan, load_material
-from widecli.train.loop import ROUTERS_ALONE
+from widecli.train.job import Job, Note, check_plan, load_material, set_up_patterns, text_batches
+from widecli.train.loop import Trainables
 from widecli.train.stage import Reporter, run_stage
 
-WARM_START_BATCH_TOKENS = 2048  # the closed form keeps activations for a backward pass: small batches suffice
 _WARM_START_SEED_OFFSET = 1_000_003  # text for the closed form: an order of its own
 
 
@@ -34,29 +34,36 @@ def prepare(recipe: Recipe, recipe_hash: str, run: Run, note: Note, offline: boo
     backbone, tokens = load_material(recipe, note, offline)
     plan, budget = check_plan(recipe, backbone)
     routed = RoutedModel.attach(backbone.model, plan, seed=recipe.train.seed)
-    return Job(recipe, recipe_hash, run, backbone, tokens, routed, budget, ROUTERS_ALONE, recipe.train.seed)
+    trainables = Trainables(refit_patterns_every=set_up_patterns(routed, recipe.routing))
+    return Job(recipe, recipe_hash, run, backbone, tokens, routed, budget, trainables, recipe.train.seed)
 
 
 def warm_start_batches(job: Job) -> list[Batch]:
     """The text behind the closed form, in an order of its own, on the device."""
-    recipe, device = job.recipe, job.backbone.device
-    length = recipe.data.sequence_length
-    count = max(1, min(recipe.routing.warm_start_tokens // length, len(job.tokens)))
-    order = SequenceStream(len(job.tokens), count, recipe.train.seed + _WARM_START_SEED_OFFSET).batch(0)
-    size = max(1, WARM_START_BATCH_TOKENS // length)
-    batches: list[Batch] = []
-    for start in range(0, count, size):
-        ids, valid = job.batch(order[start : start + size])
-        batches.append((ids.to(device), None if valid is None else valid.to(device)))
-    return batches
+    recipe = job.recipe
+    return text_batches(
+        job.tokens, recipe.routing.warm_start_tokens, recipe.train.seed + _WARM_START_SEED_OFFSET, job.backbone.device
+    )
 
 
 def _start_routers(job: Job, reporter: Reporter) -> None:
-    recipe = job.recipe
-    if recipe.routing.warm_start == "random":
+    recipe, routed = job.recipe, job.routed
+    calibrated, has_patterns = recipe.routing.warm_start == "closed_form", len(routed.codebooks) > 0
+    if not calibrated and not (has_patterns and recipe.routing.pattern_start == "converted"):
         return
     batches = warm_start_batches(job)
-    tokens = sum(ids.numel() for ids, _ in batches)
     # without steps the start is the result, so it has to meet the budget itself
-    settings = WarmStart.for_tokens(tokens, recipe.budget.start_share if recipe.train.steps else 1.0)
-    closed_form(job.routed, batches, job.budget, settings, lambda text: reporter.note(f"closed form: {text}"))
+    share = recipe.budget.start_share if recipe.train.steps else 1.0
+    if calibrated:
+        settings = WarmStart.for_tokens(sum(ids.numel() for ids, _ in batches), share)
+        with routed.bits():
+            closed_form(routed, batches, job.budget, settings, lambda text: reporter.note(f"closed form: {text}"))
+    if recipe.routing.pattern_start == "converted" and has_patterns:
+        reporter.note("finding patterns")
+        with routed.bits():
+            if calibrated:
+                # fitted to the start itself they would hardly skip, and training could not reach the budget with them
+                meet_budget(routed, batches, job.budget)
+            fit_codebooks(routed, collect_margins(routed, batches), recipe.train.seed)
+    if calibrated and has_patterns:
+        meet_budget(routed, batches, job.budget.scaled(share))

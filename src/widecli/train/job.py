@@ -19,15 +19,18 @@ from widecli.model import checkpoint
 from widecli.model.adapter import Adapter
 from widecli.model.backbone import Backbone, load_backbone
 from widecli.model.budget import Budget
+from widecli.model.patterns import each_codebook
 from widecli.model.plan import RoutingPlan
 from widecli.model.routed import RoutedModel
+from widecli.model.thresholds import Batch
 from widecli.recipe.load import dump
-from widecli.recipe.schema import Recipe
+from widecli.recipe.schema import Recipe, RoutingSection
 from widecli.track.run import Run
 from widecli.train import state
 from widecli.train.loop import Trainables, Trainer
 
 Note = Callable[[str], None]
+STATISTICS_BATCH_TOKENS = 2048  # the closed form keeps activations for a backward pass: small batches suffice
 
 
 @dataclass
@@ -61,10 +64,8 @@ class Job:
                     yield
 
     def batch(self, indices: Any) -> tuple[Tensor, Tensor | None]:
-        """Sequences of the text by their indices: ids [B, T] and their validity [B, T], None without padding."""
-        ids, valid = collate(self.tokens, indices)
-        # without padding no mask: attention then takes its fast causal path
-        return ids, None if bool(valid.all()) else valid
+        """Sequences of the text by their indices."""
+        return sequences(self.tokens, indices)
 
     def trainer(self) -> Trainer:
         """The trainer of this stage, at its first step."""
@@ -95,7 +96,9 @@ class Job:
         }
         if adapter:
             extra[checkpoint.ADAPTER] = lambda path: adapter.save(path, self.backbone.identity.id)
-        checkpoint.save(directory, self.routed.routers, config, dump(self.recipe), extra)
+        checkpoint.save(
+            directory, self.routed.routers, config, dump(self.recipe), extra, codebooks=self.routed.codebooks
+        )
         state.drop_old_states([path for _, path in checkpoint.steps(self.run.checkpoints)])
         return directory
 
@@ -115,7 +118,7 @@ class Job:
                 f"{now.get('checkpoint')}: name that checkpoint, or another --run-dir"
             )
         first = state.load_optimizer(directory, trainer.optimizer, trainer.parameters)
-        checkpoint.load_routers(directory, self.routed.routers)
+        checkpoint.load_routing(directory, self.routed)
         if self.adapter:
             self.adapter.restore(directory / checkpoint.ADAPTER)
         return first
@@ -157,6 +160,39 @@ def tokens_needed(recipe: Recipe) -> int:
     """Tokens of text that the steps or the closed form read, whichever is more."""
     steps = recipe.train.steps * recipe.train.batch_size * recipe.data.sequence_length
     return max(steps, recipe.routing.warm_start_tokens)
+
+
+def sequences(tokens: TokenSet, indices: Any) -> tuple[Tensor, Tensor | None]:
+    """Sequences of a text by their indices: ids [B, T] and their validity [B, T], None without padding."""
+    ids, valid = collate(tokens, indices)
+    # without padding no mask: attention then takes its fast causal path
+    return ids, None if bool(valid.all()) else valid
+
+
+def text_batches(tokens: TokenSet, wanted_tokens: int, seed: int, device: torch.device) -> list[Batch]:
+    """About `wanted_tokens` tokens of a text, in an order of the seed's, in small batches on the device."""
+    length = tokens.sequence_length
+    count = max(1, min(wanted_tokens // length, len(tokens)))
+    order = SequenceStream(len(tokens), count, seed).batch(0)
+    size = max(1, STATISTICS_BATCH_TOKENS // length)
+    batches: list[Batch] = []
+    for start in range(0, count, size):
+        ids, valid = sequences(tokens, order[start : start + size])
+        batches.append((ids.to(device), None if valid is None else valid.to(device)))
+    return batches
+
+
+def set_up_patterns(routed: RoutedModel, section: RoutingSection, trained: bool = True) -> int | None:
+    """Make a model's codebooks what the recipe says they are in training; returns the steps between fits, if any.
+
+    Before a checkpoint is loaded: learned patterns bring more along than their bits.
+    """
+    for codebook in each_codebook(routed.codebooks).values():
+        codebook.noise_scale = section.pattern_noise_scale
+        if trained and section.pattern_update == "learned":
+            codebook.learn()
+    refit = trained and section.mode == "patterns" and section.pattern_update == "refit"
+    return section.pattern_refit_every if refit else None
 
 
 def check_plan(recipe: Recipe, backbone: Backbone) -> tuple[RoutingPlan, Budget]:

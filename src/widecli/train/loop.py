@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from widecli.errors import WideError
+from widecli.model import patterns
 from widecli.model.budget import Budget
 from widecli.model.gate import Gumbel, logistic_noise, noise_seed
 from widecli.model.loss import distillation_loss, next_token_loss
+from widecli.model.pattern_fit import fit_codebooks
 from widecli.model.routed import RoutedModel
+from widecli.model.thresholds import collect_margins
 from widecli.train.schedules import budget_share, learning_rate, temperature
 
 if TYPE_CHECKING:
@@ -30,6 +33,8 @@ Fetch = Callable[[int, Sequence[int]], tuple[Tensor, Tensor | None]]
 """(step, rows of the global batch) -> input ids [B, T] and validity mask [B, T] or None, on the CPU."""
 
 _SCALING_ROWS = 4
+REFIT_TOKENS = 16384
+REFIT_ROUNDS = 5
 CPU_MICRO_TOKENS = 4096  # a CPU has no out-of-memory error to back off from
 
 
@@ -58,6 +63,7 @@ class Trainables:
     adapter: Adapter | None = None
     adapter_learning_rate: float = 0.0
     distill: bool = False
+    refit_patterns_every: int | None = None  # steps; None = the codebooks stay, or learn where they have a latent
 
 
 ROUTERS_ALONE = Trainables()
@@ -86,12 +92,16 @@ class Trainer:
         self.trainables = trainables
         self.adapter = trainables.adapter
         routed.routers.requires_grad_(trainables.routers)
+        routed.codebooks.requires_grad_(trainables.routers)
         routers = dict(routed.routers.named_parameters()) if trainables.routers else {}
+        learned = patterns.parameters(routed.codebooks) if trainables.routers else {}
         adapted = self.adapter.named_parameters() if self.adapter else {}
-        self.parameters = {**routers, **{f"adapter.{name}": p for name, p in adapted.items()}}
+        self.parameters = {**routers, **learned, **{f"adapter.{name}": p for name, p in adapted.items()}}
         groups: list[dict[str, Any]] = []
         if routers:
             groups.append({"params": list(routers.values()), "peak": settings.learning_rate})
+        if learned:  # their size means nothing, their sign all
+            groups.append({"params": list(learned.values()), "peak": settings.learning_rate, "weight_decay": 0.0})
         if adapted:
             groups.append({"params": list(adapted.values()), "peak": trainables.adapter_learning_rate})
         self.optimizer = torch.optim.AdamW(
@@ -100,6 +110,7 @@ class Trainer:
             weight_decay=settings.weight_decay,
             fused=self.device.type == "cuda",
         )
+        self._sequence_length = sequence_length
         self.micro_batch_size = settings.micro_batch_size or self._first_micro_batch_size(sequence_length)
         self.compiled = self.device.type == "cuda" if settings.compile == "auto" else settings.compile
         self._temperature = torch.zeros((), device=self.device)
@@ -205,6 +216,9 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(step, group["peak"])
         self._temperature.fill_(self._temperature_at(step))
+        every = self.trainables.refit_patterns_every
+        if every and step and step % every == 0:
+            self._refit_patterns(step)
         while True:
             try:
                 measured, tokens = self._accumulate(step)
@@ -224,6 +238,19 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return torch.cat([measured, norm.detach().reshape(1).float()]), tokens
+
+    def _refit_patterns(self, step: int) -> None:
+        """Fit the codebooks to what the routers say now, on the first tokens of the step that follows."""
+        rows = range(min(self.settings.batch_size, max(1, REFIT_TOKENS // self._sequence_length)))
+        self.routed.set_gate(None)
+        batches = []
+        for start in range(0, len(rows), self.micro_batch_size):
+            ids, valid = self.fetch(step, rows[start : start + self.micro_batch_size])
+            batches.append((ids.to(self.device), None if valid is None else valid.to(self.device)))
+        # hooks that read margins are no part of the compiled layers
+        with torch.compiler.set_stance("force_eager"):
+            z = collect_margins(self.routed, batches)
+        fit_codebooks(self.routed, z, self.settings.seed, REFIT_ROUNDS, refit=True)
 
     def _accumulate(self, step: int) -> tuple[Tensor, int]:
         """Backward over the whole batch; returns [LM loss, budget distance, both rates, divergence] and its tokens."""
@@ -250,7 +277,7 @@ class Trainer:
         valid = None if valid is None else valid.to(self.device, non_blocking=True)
         teacher = self._dense_hidden(ids, valid) if self.trainables.distill else None
         if self.trainables.routers:
-            noise = logistic_noise(self.settings.seed, step, rows, ids.shape[1], routed.total_groups, self.device)
+            noise = logistic_noise(self.settings.seed, step, rows, ids.shape[1], routed.noise_width, self.device)
             routed.set_gate(Gumbel(self._temperature, noise))
         with ExitStack() as stack:
             if self.adapter:
