@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from widecli.cli import options
-from widecli.cli.console import emit_json, note, stdout_for_document
+from widecli.cli.console import emit_json, stdout_for_document
 
 if TYPE_CHECKING:
     from widecli.recipe.load import ResolvedRecipe
@@ -69,27 +69,18 @@ def run_calibration(
     resolved: ResolvedRecipe, *, resume: bool = False, overwrite: bool = False, offline: bool = False
 ) -> dict[str, Any]:
     """Run (or continue) the calibration of a recipe; returns its summary."""
-    from widecli.cli.cost_card import dry_run_document, print_expected_time
-    from widecli.cli.tables import print_training
-    from widecli.cli.training import tracked
-    from widecli.recipe.load import dump
-    from widecli.track.run import Run, run_name
+    from widecli.cli.cost_card import dry_run_document
+    from widecli.cli.training import run_stage
+    from widecli.track.run import run_name
     from widecli.train.calibrate import calibrate as train
 
     expected = dry_run_document(resolved)  # refuses what cannot work before anything is created or loaded
-    run = Run.create(
+    return run_stage(
+        resolved,
         "calibrate",
         run_name(resolved),
-        recipe_yaml=dump(resolved.recipe),
-        run_dir=resolved.recipe.track.run_dir,
-        overwrite=overwrite,
+        lambda run, bar: train(resolved, run, bar, offline=offline),
+        expected,
         resume=resume,
+        overwrite=overwrite,
     )
-    if resume and (summary := run.summary()):
-        note(f"{run.path} is finished already")
-        print_training(summary)
-        return summary
-    print_expected_time(resolved, expected)
-    summary = tracked(resolved, run, lambda bar: train(resolved, run, bar, offline=offline))
-    print_training(summary)
-    return summary

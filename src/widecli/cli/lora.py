@@ -162,28 +162,18 @@ def run_lora(
     resolved: ResolvedRecipe, start: Path, *, resume: bool = False, overwrite: bool = False, offline: bool = False
 ) -> dict[str, Any]:
     """Run (or continue) the second stage of a checkpoint; returns its summary."""
-    from widecli.cli.cost_card import dry_run_document, print_expected_time
-    from widecli.cli.tables import print_training
-    from widecli.cli.training import tracked
-    from widecli.recipe.load import dump
-    from widecli.track.run import Run
+    from widecli.cli.cost_card import dry_run_document
+    from widecli.cli.training import run_stage
     from widecli.train.lora import lora as train
 
     expected = dry_run_document(resolved, "lora")  # refuses what cannot work before anything is created or loaded
     options.refuse_own_directory(resolved.recipe.track.run_dir, start)
-    run = Run.create(
+    return run_stage(
+        resolved,
         "lora",
         lora_name(resolved, start),
-        recipe_yaml=dump(resolved.recipe),
-        run_dir=resolved.recipe.track.run_dir,
-        overwrite=overwrite,
+        lambda run, bar: train(resolved, start, run, bar, offline=offline),
+        expected,
         resume=resume,
+        overwrite=overwrite,
     )
-    if resume and (summary := run.summary()):
-        note(f"{run.path} is finished already")
-        print_training(summary)
-        return summary
-    print_expected_time(resolved, expected)
-    summary = tracked(resolved, run, lambda bar: train(resolved, start, run, bar, offline=offline))
-    print_training(summary)
-    return summary

@@ -32,6 +32,39 @@ def tracked(resolved: ResolvedRecipe, run: Run, train: Callable[[TrainingBar], d
     return summary
 
 
+def run_stage(
+    resolved: ResolvedRecipe,
+    command: str,
+    name: str,
+    train: Callable[[Run, TrainingBar], dict[str, Any]],
+    expected: dict[str, Any],
+    *,
+    resume: bool,
+    overwrite: bool,
+) -> dict[str, Any]:
+    """Make or continue the run directory of a training command and train in it; returns the run's summary."""
+    from widecli.cli.cost_card import print_expected_time
+    from widecli.cli.tables import print_training
+    from widecli.recipe.load import dump
+    from widecli.track.run import Run
+
+    run = Run.create(
+        command,
+        name,
+        recipe_yaml=dump(resolved.recipe),
+        run_dir=resolved.recipe.track.run_dir,
+        overwrite=overwrite,
+        resume=resume,
+    )
+    if resume and (summary := run.summary()):
+        note(f"{run.path} is finished already")
+    else:
+        print_expected_time(resolved, expected)
+        summary = tracked(resolved, run, lambda bar: train(run, bar))
+    print_training(summary)
+    return summary
+
+
 class TrainingBar:
     """Shows a training stage as it goes: a bar on a terminal, now and then a line elsewhere."""
 
