@@ -99,7 +99,7 @@ class _Builder:
                 continue  # only what this sweep trains is measured, a calibration at least
             if "eval" in self.stages:
                 jobs["eval" if stage == "calibrate" else f"eval {stage}"] = self.evaluation(point, start)
-        if "profile" in self.stages:  # the engine serves no adapter that is not merged: the calibration alone
+        if "profile" in self.stages:  # the calibration alone: an adapter is merged, which changes no speed
             jobs["profile"] = self.profile(calibration)
         self.plan.of_point.append(jobs)
 
