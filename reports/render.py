@@ -12,10 +12,11 @@ from statistics import mean, stdev
 from typing import Any
 
 import render_kernels
+import render_patterns
 from render_kernels import table
 
 HERE = Path(__file__).parent
-PLAIN, ARTICLES = "smollm2-h200", "smollm2-h200-articles"
+PLAIN, ARTICLES, PATTERNS = "smollm2-h200", "smollm2-h200-articles", "smollm2-h200-patterns"
 HEAD = """# Measured results
 
 Written by `reports/render.py` from the records in this folder; no figure is typed by hand. Each row names its runs:
@@ -206,6 +207,8 @@ def main() -> None:
         quality(evals, runs),
         ARTICLES_HEAD,
         quality(again, load(ARTICLES, "calibrate")),
+        render_patterns.HEAD,
+        render_patterns.quality(load(PATTERNS, "eval")),
         "\n## By task, %\n",
         tasks(evals),
         tasks(again),

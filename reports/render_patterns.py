@@ -1,0 +1,62 @@
+"""Tables of the runs whose tokens pick patterns, beside the ones whose groups decide by themselves."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from statistics import mean, stdev
+from typing import Any
+
+from render_kernels import table
+
+HEAD = """## Patterns, SmolLM2-135M on one H200
+
+The text, steps (300) and sizes of the first section. `b16` and `b64`: every group of 16 or 64 channels decides by
+itself; `cG-CxP`: the seed-0 run of these converted by `wide patterns --size C --segments P --tokens 32768` without
+training; `p16` and `p64`: patterns (C = 64) fitted at the start and in use from the first step. Patterns for the FFN
+only: three head groups have all eight. Several seeds: mean ± standard deviation. Folder: `smollm2-h200-patterns`.
+"""
+Runs = Mapping[str, dict[str, Any]]
+
+
+def _kind(name: str, found: dict[str, Any]) -> tuple[float, int, str, str, str]:
+    """What a row stands for: sparsity, G, decision, C and segments."""
+    plan = found["plan"]
+    sparsity = 0.25 if name.startswith("s25-") else 0.5
+    patterns = plan.get("patterns")
+    name = name.removeprefix("s25-").rpartition("-seed")[0] or name
+    if patterns is None:
+        return sparsity, plan["ffn_group_size"], "bits", "", ""
+    how = "converted" if found["checkpoint"].startswith("conv/") else f"trained, {name.partition('-')[2]}"
+    return sparsity, plan["ffn_group_size"], how, str(patterns["count"]), str(patterns["segments"])
+
+
+def _spread(values: list[float], digits: int = 2) -> str:
+    spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{mean(values):.{digits}f}{spread}"
+
+
+def quality(evals: Runs) -> str:
+    """A row for each kind of decision: what it skips and what that costs."""
+    kinds: dict[tuple[float, int, str, str, str], list[str]] = defaultdict(list)
+    for name, found in evals.items():
+        if found["plan"] is not None:
+            kinds[_kind(name, found)].append(name)
+    rows = []
+    for kind in sorted(kinds, key=lambda k: (-k[0], k[1], k[2], int(k[3] or 0), k[4])):
+        found = [evals[name] for name in kinds[kind]]
+        kept = [100 * f["retention"] for f in found if f["retention"] is not None]
+        rows.append(
+            [
+                f"{100 * kind[0]:g}",
+                *map(str, kind[1:]),
+                _spread([100 * f["skip_rate"]["ffn"] for f in found], 1),
+                _spread([100 * f["flops_skipped"]["prunable"] for f in found], 1),
+                _spread([f["perplexity"]["wikitext2/token_ppl"] for f in found]),
+                _spread([f["perplexity"]["wikitext2@60/token_ppl"] for f in found]),
+                _spread(kept, 1) if kept else "",
+                ", ".join(f"`{name}`" for name in kinds[kind]),
+            ]
+        )
+    head = ["S, %", "G", "decision", "C", "segments", "FFN skipped, %", "prunable FLOPs skipped, %", "WikiText-2"]
+    return table([*head, "first 60 windows", "seven tasks kept, % (400 items)", "runs"], rows)
