@@ -21,9 +21,12 @@ if TYPE_CHECKING:
     from wide_kernels.gemm_mn.launch import gated_mlp_up, gemm_mn
     from wide_kernels.layout import RouteLayout, route_layout
     from wide_kernels.norm_route.launch import norm_route
+    from wide_kernels.pattern_layout import PatternLayout, pattern_layout
+    from wide_kernels.similar import similar_order
 
 __all__ = [
     "Explanation",
+    "PatternLayout",
     "RouteLayout",
     "UnsupportedError",
     "attention_decode",
@@ -34,11 +37,14 @@ __all__ = [
     "gemm_k",
     "gemm_mn",
     "norm_route",
+    "pattern_layout",
     "route_layout",
+    "similar_order",
 ]
 
 _HOMES = {
     "Explanation": "dispatch",
+    "PatternLayout": "pattern_layout",
     "RouteLayout": "layout",
     "UnsupportedError": "errors",
     "attention_decode": "attention_decode.launch",
@@ -49,7 +55,9 @@ _HOMES = {
     "gemm_k": "gemm_k.launch",
     "gemm_mn": "gemm_mn.launch",
     "norm_route": "norm_route.launch",
+    "pattern_layout": "pattern_layout",
     "route_layout": "layout",
+    "similar_order": "similar",
 }
 
 
