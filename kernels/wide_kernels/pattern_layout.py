@@ -15,6 +15,8 @@ from wide_kernels.errors import UnsupportedError
 TILE_ROWS = 128
 HALF_ROWS = 64  # what one warpgroup multiplies; half of a tile
 
+MOST_PATTERNS = 4096  # whose counts a program of the Triton kernels holds
+
 
 @dataclass(frozen=True)
 class PatternLayout:
@@ -77,7 +79,8 @@ def pattern_layout_problem(ids: Tensor, patterns: Tensor) -> Problem:
             f"pattern_layout: there must be patterns and groups, got patterns of shape {list(patterns.shape)}"
         )
     same_device("pattern_layout", ids, "patterns", patterns)
-    return Problem("pattern_layout", ids.device, torch.float32)
+    refused = {"triton": f"it takes at most {MOST_PATTERNS} patterns, got {count}"} if count > MOST_PATTERNS else {}
+    return Problem("pattern_layout", ids.device, torch.float32, refused=refused)
 
 
 def pattern_layout_reference(ids: Tensor, patterns: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -112,6 +115,10 @@ def pattern_layout_reference(ids: Tensor, patterns: Tensor) -> tuple[Tensor, Ten
     schema="(Tensor ids, Tensor patterns, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _pattern_layout(ids: Tensor, patterns: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if backend == "triton":
+        from wide_kernels.pattern_sorting import sort_by_pattern
+
+        return sort_by_pattern(ids, patterns)
     return pattern_layout_reference(ids, patterns)
 
 
