@@ -50,7 +50,17 @@ class PatternLayout:
     @property
     def mask(self) -> Tensor:
         """The decision as a mask, bool [T, N_G]."""
-        return self.patterns[self.ids]
+        return chosen_mask(self.ids, self.patterns)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them, in the order of the operators' registered forms."""
+        return self.ids, self.patterns, self.order, self.lists, self.listed, self.mixed
+
+
+def chosen_mask(ids: Tensor, patterns: Tensor) -> Tensor:
+    """The pattern of each row, bool [T, N_G]."""
+    return patterns.index_select(0, ids)
 
 
 def pattern_layout(ids: Tensor, patterns: Tensor, *, backend: str = "auto") -> PatternLayout:
