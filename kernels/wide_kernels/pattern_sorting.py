@@ -133,8 +133,8 @@ def place_kernel(
         live_before = tl.cumsum(live, 0) - live
         live_total = tl.sum(live, 0)
         group = tl.arange(0, N_G_PADDED)
-        place = tl.where(halves != 0, live_before, live_total + group - live_before)
-        tl.store(lists + tile.to(tl.int64) * N_G + place, group * 4 + halves, mask=group < N_G)
+        slot = tl.where(halves != 0, live_before, live_total + group - live_before)
+        tl.store(lists + tile.to(tl.int64) * N_G + slot, group * 4 + halves, mask=group < N_G)
         tl.store(listed + tile, live_total)
         tl.store(mixed + tile, (low_patterns > 1).to(tl.int32) + 2 * (high_patterns > 1).to(tl.int32))
 

@@ -19,63 +19,61 @@ from wide_kernels.pattern_layout import HALF_ROWS, TILE_ROWS, PatternLayout
 
 
 @triton.jit
+def running_rows(halves, half, told_apart, bits):
+    """Whether each row runs a group of which `halves` tells the halves that do; rows `told_apart` ask their pattern."""
+    live = ((halves >> half) & 1) != 0
+    return live & (tl.load(bits, mask=live & told_apart, other=1) != 0)
+
+
+@triton.jit
 def listed_product(
-    acc,
-    h,
-    weight,
-    list_start,
+    h_rows,
+    w_rows,
+    listed_groups,
     groups,
-    place,
-    row,
-    column,
+    half,
+    told_apart,
     bits,
-    stride_h,
-    K: tl.constexpr,
     G: tl.constexpr,
-    MIXED: tl.constexpr,
     PRECISION: tl.constexpr,
-    HALF: tl.constexpr,
     BM: tl.constexpr,
+    BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """acc + the tile's rows of `h` times the weights, over all listed groups.
-
-    Where the tile is MIXED, `bits` points each row at its pattern; elsewhere the list says what each half runs.
-    """
-    half = (place % BM) // HALF
-    depth = tl.arange(0, BK)
-    last = groups * G - 1
-    h_row = h + row[:, None] * stride_h
-    w_row = weight + column[None, :] * K
-    # What a step reads is looked up one step ahead: its loads wait for nothing.
+    """Rows of `h` times rows of the weights, over all listed groups; what a step reads is looked up one step ahead."""
+    acc = tl.zeros((BM, BN), tl.float32)
     if G % BK == 0:
-        entry = tl.load(list_start)
-        for step in range(0, groups * (G // BK)):
+        STEPS: tl.constexpr = G // BK
+        depth = tl.arange(0, BK)
+        entry = tl.load(listed_groups)
+        for step in range(0, groups * STEPS):
             group = entry >> 2
-            k = group * G + (step % (G // BK)) * BK + depth
-            live = ((entry >> half) & 1) != 0
-            entry = tl.load(list_start + tl.minimum((step + 1) // (G // BK), groups - 1))
-            if MIXED:
-                live &= tl.load(bits + group, mask=live, other=0) != 0
-            a = tl.load(h_row + k[None, :], mask=live[:, None], other=0.0)
-            b = tl.load(w_row + k[:, None])
+            live = running_rows(entry, half, told_apart, bits + group)
+            k = group * G + (step % STEPS) * BK + depth
+            entry = tl.load(listed_groups + tl.minimum((step + 1) // STEPS, groups - 1))
+            a = tl.load(h_rows[:, None] + k[None, :], mask=live[:, None], other=0.0)
+            b = tl.load(w_rows[None, :] + k[:, None])
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
     else:
-        entry = tl.load(list_start + tl.minimum(depth, last) // G)
-        for step in range(0, tl.cdiv(groups * G, BK)):
-            # Past the end the last channel is read again, for no row: weights that nobody here runs stay unread.
-            listed = step * BK + depth
-            channel = tl.minimum(listed, (groups * G - 16) + listed % 16)
+        UNITS: tl.constexpr = BK // 16  # of 16 channels, each in one group
+        PER_GROUP: tl.constexpr = G // 16
+        units = groups * PER_GROUP
+        unit = tl.arange(0, UNITS)
+        entry = tl.load(listed_groups + tl.minimum(unit, units - 1) // PER_GROUP)
+        for step in range(0, tl.cdiv(units, UNITS)):
+            # Past the end the last unit is read again, for no row: weights that nobody here runs stay unread.
+            listed = step * UNITS + unit
             group = entry >> 2
-            k = tl.max_contiguous(tl.multiple_of(group * G + channel % G, 16), 16)
-            halves = tl.where(listed <= last, entry & 3, 0)
-            live = ((halves[None, :] >> half[:, None]) & 1) != 0
-            entry = tl.load(list_start + tl.minimum(listed + BK, last) // G)
-            if MIXED:
-                live &= tl.load(bits[:, None] + group[None, :], mask=live, other=0) != 0
+            halves = tl.where(listed < units, entry & 3, 0)
+            live = running_rows(halves[None, :], half[:, None], told_apart[:, None], bits[:, None] + group[None, :])
+            start = group * G + (tl.minimum(listed, units - 1) % PER_GROUP) * 16
+            entry = tl.load(listed_groups + tl.minimum(listed + UNITS, units - 1) // PER_GROUP)
+            k = tl.reshape(start[:, None] + tl.arange(0, 16)[None, :], (BK,))
+            k = tl.max_contiguous(tl.multiple_of(k, 16), 16)
+            live = tl.reshape(tl.broadcast_to(live[:, :, None], (BM, UNITS, 16)), (BM, BK))
             live = tl.max_constancy(live, [1, 16])
-            a = tl.load(h_row + k[None, :], mask=live, other=0.0)
-            b = tl.load(w_row + k[:, None])
+            a = tl.load(h_rows[:, None] + k[None, :], mask=live, other=0.0)
+            b = tl.load(w_rows[None, :] + k[:, None])
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
     return acc
 
@@ -121,21 +119,17 @@ def pattern_kernel(
     row = tl.load(order + place, mask=inside, other=0).to(tl.int64)
     column = (local // height) * BN + tl.arange(0, BN)
     known = tl.minimum(column, N - 1).to(tl.int64)  # past the end: read the last column, store nothing
+    half = (place % BM) // HALF
+    told_apart = ((tl.load(mixed + tile) >> half) & 1) != 0
     bits = patterns + tl.load(ids + row).to(tl.int64) * N_G
-    list_start = lists + tile.to(tl.int64) * N_G
+    listed_groups = lists + tile.to(tl.int64) * N_G
+    h_rows, w_rows = h + row * stride_h, weight + known * K
     groups = tl.load(listed + tile)
     acc = tl.zeros((BM, BN), tl.float32)
     if groups > 0:
-        if tl.load(mixed + tile) == 0:
-            acc = listed_product(
-                acc, h, weight, list_start, groups, place, row, known, bits, stride_h,
-                K, G, False, PRECISION, HALF, BM, BK,
-            )  # fmt: skip
-        else:
-            acc = listed_product(
-                acc, h, weight, list_start, groups, place, row, known, bits, stride_h,
-                K, G, True, PRECISION, HALF, BM, BK,
-            )  # fmt: skip
+        acc = listed_product(
+            h_rows, w_rows, listed_groups, groups, half, told_apart, bits, G, PRECISION, BM, BN, BK
+        )  # fmt: skip
     stored = inside[:, None] & (column < N)[None, :]
     if HAS_RESIDUAL:
         source = residual + row[:, None] * stride_residual + column[None, :]
