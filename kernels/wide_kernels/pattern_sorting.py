@@ -1,7 +1,7 @@
 """Triton: rows sorted by pattern and the group lists of their tiles, in two short launches of a fixed order.
 
-The first counts the ids of each block of rows. In the second some programs each sort a block by itself and put its rows
-where their ids begin; the others each write the list of a tile. A tile's list needs no sorted rows: the counts alone
+The first counts the ids of each block of rows. In the second some programs each put the rows of a block behind those of
+smaller ids and earlier ones of their own; the others each write the list of a tile. A tile's list needs no sorted rows: the counts alone
 say at which places of the order a pattern stands, so both kinds start at once.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -17,15 +17,16 @@ from wide_kernels.dispatch import on_device_of
 from wide_kernels.pattern_layout import HALF_ROWS, TILE_ROWS
 from wide_kernels.tuning.tiles import padded_rows
 
-COUNTS = 1 << 14  # of all blocks together, where blocks can be that large: every program of the second launch adds them
-SMALLEST_BLOCK, LARGEST_BLOCK = 256, 1024  # rows
+FEW_PATTERNS = 256  # up to here blocks of 256 rows; above 512: every program of the second launch adds all counts
+BLOCK_ROWS = 256
+BLOCK_OTHERS = 32  # rows of its block that every row is compared with at once
 BLOCK_PARTS = 16  # blocks whose counts are read at once
 BLOCK_PATTERNS = 8  # patterns whose groups are read at once
 
 
 @triton.jit
 def clamped_ids(ids, row, rows, C: tl.constexpr):
-    """The ids of some rows; past the end the largest, which sorts behind all rows of the block."""
+    """The ids of some rows; past the end the largest."""
     found = tl.load(ids + row, mask=row < rows, other=C - 1)
     return tl.minimum(tl.maximum(found, 0), C - 1)
 
@@ -102,6 +103,7 @@ def place_kernel(
     BINS: tl.constexpr,
     N_G_PADDED: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
     HALF: tl.constexpr,
@@ -112,16 +114,15 @@ def place_kernel(
     end = tl.cumsum(total, 0)
     first = end - total
     if program < blocks:
-        # Sorted rows of a block: all those of an id follow each other, so their places do.
         position = tl.arange(0, BLOCK_T)
-        own_row = program * BLOCK_T + position
-        chosen = clamped_ids(ids, own_row, rows, C)
-        tl.store(clamped + own_row, chosen, mask=own_row < rows)
-        own = tl.histogram(chosen, BINS)  # rows past the end only lengthen the last id, behind which nothing comes
-        shift = first + before - (tl.cumsum(own, 0) - own)
-        key = tl.sort(chosen * BLOCK_T + position)
-        row = program * BLOCK_T + key % BLOCK_T
-        place = position + tl.gather(shift, key // BLOCK_T, 0)
+        row = program * BLOCK_T + position
+        chosen = clamped_ids(ids, row, rows, C)
+        tl.store(clamped + row, chosen, mask=row < rows)
+        place = tl.gather(first + before, chosen, 0)
+        for start in range(0, BLOCK_T, BLOCK_S):
+            other = start + tl.arange(0, BLOCK_S)
+            like = clamped_ids(ids, program * BLOCK_T + other, rows, C)[None, :] == chosen[:, None]
+            place += tl.sum((like & (other[None, :] < position[:, None])).to(tl.int32), 1)
         tl.store(order + place, row, mask=row < rows)
     else:
         tile = program - blocks
@@ -150,13 +151,14 @@ def sort_by_pattern(ids: Tensor, patterns: Tensor) -> tuple[Tensor, Tensor, Tens
     if rows == 0:
         return clamped, order, lists, listed, mixed
     bins = padded_rows(count)
-    block_rows = min(max(padded_rows(rows * bins // COUNTS), SMALLEST_BLOCK), LARGEST_BLOCK)
+    block_rows = BLOCK_ROWS if count <= FEW_PATTERNS else 2 * BLOCK_ROWS
     blocks = triton.cdiv(rows, block_rows)
     counts = ids.new_empty(blocks, count)
     with on_device_of(ids):
         count_kernel[(blocks,)](ids, counts, rows, count, bins, block_rows)
         place_kernel[(blocks + tiles,)](
             ids, patterns.view(torch.uint8), counts, clamped, order, lists, listed, mixed, rows, blocks,
-            count, groups, bins, triton.next_power_of_2(groups), block_rows, BLOCK_PARTS, BLOCK_PATTERNS, HALF_ROWS,
+            count, groups, bins, triton.next_power_of_2(groups), block_rows, BLOCK_OTHERS,
+            BLOCK_PARTS, BLOCK_PATTERNS, HALF_ROWS, num_warps=8,
         )  # fmt: skip
     return clamped, order, lists, listed, mixed

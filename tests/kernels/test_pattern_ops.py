@@ -118,7 +118,7 @@ def test_gradients_agree_with_finite_differences(activation: str | None) -> None
         )
 
     names = ("x", "gate", "up", "bias", "h", "down", "residual")
-    assert torch.autograd.gradcheck(ffn, [e[name].requires_grad_() for name in names])
+    assert torch.autograd.gradcheck(ffn, [e[name].requires_grad_() for name in names], fast_mode=True)
 
 
 @pytest.mark.parametrize("rows", [9, 200])
