@@ -1,8 +1,8 @@
 """Triton: rows sorted by pattern and the group lists of their tiles, in two short launches of a fixed order.
 
 The first counts the ids of each block of rows. In the second some programs each put the rows of a block behind those of
-smaller ids and earlier ones of their own; the others each write the list of a tile. A tile's list needs no sorted rows: the counts alone
-say at which places of the order a pattern stands, so both kinds start at once.
+smaller ids and earlier ones of their own; the others each write the list of a tile. A tile's list needs no sorted rows:
+the counts alone say at which places of the order a pattern stands, so both kinds start at once.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 

@@ -23,9 +23,9 @@ def test_results_agree_with_float64_and_only_what_is_executed_is_read(case: Patt
 
 
 @pytest.mark.parametrize("deep", [16, 32])
-def test_steps_of_the_k_loop_may_be_any_part_of_a_group(deep: int, device: str) -> None:
-    with force("pattern_k", {"BK": deep, "BAND": 2, "BN": 32}), force("pattern_mn", {"BN": 32, "BAND": 2}):
-        found = list(pattern_errors(PatternCase(300, 80, 5, 48, 3), torch.float32, device, "triton"))
+def test_tiles_and_steps_need_not_divide_a_group(deep: int, device: str) -> None:
+    with force("pattern_k", {"BK": deep, "BAND": 1, "BN": 32}), force("pattern_mn", {"BN": 32, "BAND": 1}):
+        found = list(pattern_errors(PatternCase(140, 48, 3, 48, 3), torch.float32, device, "triton"))
     assert [what for what, error, bound in found if not error <= bound] == []
 
 
