@@ -32,8 +32,9 @@ def gemm_mn(
     """A projection whose output channels are routed (paper: GEMM-MN): activation(x weight^T + bias).
 
     x [T, K], weight [N, K], bias [N] -> [T, N] in the dtype of x; the N channels are cut into N_G groups and those that
-    a token skips are exact zeros. Give `layout`, or for a few rows `mask` bool [T, N_G] instead. `activation`: silu,
-    gelu, gelu_tanh, relu or None. Differentiable in x, weight and bias. Raises UnsupportedError.
+    a token skips are exact zeros. Give `layout` (of masks or of patterns), or for a few rows `mask` bool [T, N_G]
+    instead. `activation`: silu, gelu, gelu_tanh, relu or None. Differentiable in x, weight and bias. Raises
+    UnsupportedError.
     """
     problem = gemm_mn_problem(x, weight, layout, bias, activation, mask=mask)
     chosen = choose(problem, backend)
