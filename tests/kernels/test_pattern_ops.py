@@ -86,6 +86,7 @@ def test_attention_takes_patterns_of_heads(backend: str, device: str) -> None:
 def test_the_registration_is_sound(op: str) -> None:
     e = {name: tensor.requires_grad_(tensor.is_floating_point()) for name, tensor in operands().items()}
     layout = layout_of(e).tensors
+    assert all(callable(getattr(wk, name)) for name in wk.__all__)  # loading a name registers its operator
     ops = torch.ops.wide_kernels
     calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "gemm_mn": (ops.gemm_mn_patterns, (e["x"], e["gate"], *layout, e["bias"], "silu", "torch")),
