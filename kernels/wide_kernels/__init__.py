@@ -1,7 +1,8 @@
 """Operators that make skipping pay. They know tensors and masks, nothing about models.
 
 A mask is bool [T, N_G], True = execute: token t runs group g. `route_layout(mask)` sorts it once for every operator
-that shares the decision; for a few rows (decode) the GEMMs take `mask=` and need no layout. Importing this package
+that shares the decision; for a few rows (decode) the GEMMs take `mask=` and need no layout. Where tokens choose among
+patterns of groups, `pattern_layout(ids, patterns)` takes its place, and tiles need no scatter. Importing this package
 imports neither torch nor triton: a name is loaded when it is first used.
 """
 
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
     from wide_kernels.gemm_mn.launch import gated_mlp_up, gemm_mn
     from wide_kernels.layout import RouteLayout, route_layout
     from wide_kernels.norm_route.launch import norm_route
+    from wide_kernels.pattern_layout import PatternLayout, pattern_layout
+    from wide_kernels.similar import similar_order
 
 __all__ = [
     "Explanation",
+    "PatternLayout",
     "RouteLayout",
     "UnsupportedError",
     "attention_decode",
@@ -34,11 +38,14 @@ __all__ = [
     "gemm_k",
     "gemm_mn",
     "norm_route",
+    "pattern_layout",
     "route_layout",
+    "similar_order",
 ]
 
 _HOMES = {
     "Explanation": "dispatch",
+    "PatternLayout": "pattern_layout",
     "RouteLayout": "layout",
     "UnsupportedError": "errors",
     "attention_decode": "attention_decode.launch",
@@ -49,7 +56,9 @@ _HOMES = {
     "gemm_k": "gemm_k.launch",
     "gemm_mn": "gemm_mn.launch",
     "norm_route": "norm_route.launch",
+    "pattern_layout": "pattern_layout",
     "route_layout": "layout",
+    "similar_order": "similar",
 }
 
 

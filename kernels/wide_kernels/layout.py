@@ -10,6 +10,7 @@ from torch import Tensor
 from wide_kernels.checks import mask_sizes, same_device, same_size
 from wide_kernels.dispatch import Problem, choose
 from wide_kernels.errors import UnsupportedError
+from wide_kernels.pattern_layout import PatternLayout
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,26 @@ def decision(op: str, first: Tensor, layout: RouteLayout | None, mask: Tensor | 
             f"{op}: give either a layout or mask=, {'not both' if mask is not None else 'one of them'}"
         )
     if layout is not None and not isinstance(layout, RouteLayout):
-        raise UnsupportedError(f"{op}: the layout must be a RouteLayout, got {type(layout).__name__}; see route_layout")
+        raise UnsupportedError(
+            f"{op}: the layout must be a RouteLayout or a PatternLayout, got {type(layout).__name__}; see route_layout"
+        )
     chosen = layout.mask if layout is not None else mask
     assert chosen is not None  # exactly one of the two is there
     rows, _ = mask_sizes(op, chosen)
     same_device(op, first, "the mask", chosen)
     same_size(op, "the mask's number of rows", rows, first.shape[0])
     return chosen
+
+
+def decision_groups(op: str, first: Tensor, layout: RouteLayout | PatternLayout | None, mask: Tensor | None) -> int:
+    """N_G of the decision of the call, whose form and rows are checked."""
+    if not isinstance(layout, PatternLayout):
+        return decision(op, first, layout, mask).shape[1]
+    if mask is not None:
+        raise UnsupportedError(f"{op}: give either a layout or mask=, not both")
+    same_device(op, first, "the layout", layout.ids)
+    same_size(op, "the layout's number of rows", layout.rows, first.shape[0])
+    return layout.groups
 
 
 def sorted_rows(layout: RouteLayout | None) -> tuple[Tensor | None, Tensor | None]:

@@ -16,20 +16,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from wide_kernels import compaction
+from wide_kernels import compaction, pattern_sorting
 from wide_kernels.attention_decode import triton as decode_kernels
 from wide_kernels.attention_prefill import configs as prefill_configs
 from wide_kernels.attention_prefill import triton as prefill_kernels
 from wide_kernels.gemm_k import configs as k_configs
 from wide_kernels.gemm_k import few_rows as k_few
+from wide_kernels.gemm_k import pattern_triton as k_patterns
 from wide_kernels.gemm_k import sorting
 from wide_kernels.gemm_k import triton as k_kernels
 from wide_kernels.gemm_k.segments import TILE_ROWS
 from wide_kernels.gemm_mn import configs as mn_configs
 from wide_kernels.gemm_mn import few_rows as mn_few
+from wide_kernels.gemm_mn import pattern_triton as mn_patterns
 from wide_kernels.gemm_mn import triton as mn_kernels
 from wide_kernels.norm_route import configs as norm_configs
 from wide_kernels.norm_route import triton as norm_kernels
+from wide_kernels.pattern_layout import HALF_ROWS
 
 D, F, G, T, RANK = 4096, 14336, 128, 16384, 32
 GROUPS = F // G
@@ -115,6 +118,28 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
     return found
 
 
+def pattern_kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
+    """Products of tokens that follow patterns of narrow groups and of wide ones."""
+    p = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
+    shared: dict[str, Any] = {"BM": TILE_ROWS, "HALF": HALF_ROWS, "PRECISION": "ieee" if p == "*fp32" else "tf32"}
+    layout = "*i32 *u8 *i32 *i32 *i32 *i32"
+    found: dict[str, tuple[Any, str, dict[str, Any]]] = {}
+    for gated in (False, True):
+        values = shared | {"N": F, "K": D, "G": 16, "HAS_BIAS": not gated, "GATED": gated, "ACTIVATION": "silu"}
+        found[f"tile_patterns_mn gated={gated}"] = (
+            mn_patterns.pattern_kernel,
+            f"{p} {p} {p} {p} {p} {layout} i32 i32",
+            values | mn_configs.pattern_config(T, D, F, 16, gated, dtype),
+        )
+    for width in (16, 128):
+        found[f"tile_patterns_k {width}"] = (
+            k_patterns.pattern_kernel,
+            f"{p} {p} {p} {p} {layout} i32 i32 i32",
+            shared | {"N": D, "K": F, "G": width, "HAS_RESIDUAL": True} | k_configs.pattern_config(T, D, width, dtype),
+        )
+    return found
+
+
 def attention_kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
     """Prefill and decode of Llama-3.1-8B: 32 query heads, 8 KV heads, as many groups."""
     p = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
@@ -163,7 +188,10 @@ def hopper_prefill(target: GPUTarget) -> dict[str, Any]:
 
 
 def sorting_kernels() -> dict[str, tuple[Any, str, dict[str, Any]]]:
-    """The kernels that only see masks."""
+    """The kernels that only see decisions."""
+    patterns: dict[str, Any] = {"C": 1000, "BINS": 1024, "BLOCK_T": 2 * pattern_sorting.BLOCK_ROWS}
+    listed: dict[str, Any] = {"N_G": 896, "N_G_PADDED": 1024, "BLOCK_S": pattern_sorting.BLOCK_OTHERS, "num_warps": 8}
+    listed |= {"BLOCK_P": pattern_sorting.BLOCK_PARTS, "BLOCK_C": pattern_sorting.BLOCK_PATTERNS, "HALF": HALF_ROWS}
     block: dict[str, Any] = {"N_G": GROUPS, "BLOCK_T": compaction.BLOCK_ROWS, "BLOCK_G": compaction.BLOCK_GROUPS}
     sort: dict[str, Any] = {"N_G": GROUPS, "S": 7, "BLOCK_T": sorting.BLOCK_ROWS}
     return {
@@ -173,6 +201,8 @@ def sorting_kernels() -> dict[str, tuple[Any, str, dict[str, Any]]]:
             "*u8 *i32 *i32 *i32 i32 i32",
             block | {"BLOCK_P": compaction.BLOCK_PARTS},
         ),
+        "pattern_count": (pattern_sorting.count_kernel, "*i32 *i32 i32", patterns),
+        "pattern_place": (pattern_sorting.place_kernel, "*i32 *u8 " + "*i32 " * 6 + "i32 i32", patterns | listed),
         "sort_count": (sorting.count_kernel, "*u8 *i32 i32 i32", sort),
         "sort_place": (
             sorting.place_kernel,
@@ -189,7 +219,8 @@ def main() -> None:
     for name, (kernel, types, values) in sorting_kernels().items():
         result["kernels"][name] = compiled(kernel, types, values, target)
     for dtype in sys.argv[2:] or ["bfloat16"]:
-        found = kernels(getattr(torch, dtype)) | attention_kernels(getattr(torch, dtype))
+        kind = getattr(torch, dtype)
+        found = kernels(kind) | pattern_kernels(kind) | attention_kernels(kind)
         for name, (kernel, types, values) in found.items():
             result["kernels"][f"{name} {dtype}"] = compiled(kernel, types, values, target)
     if sys.argv[1] == "sm_90":

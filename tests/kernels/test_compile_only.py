@@ -64,3 +64,9 @@ def test_one_row_reads_weights_16_bytes_at_a_time(compiled: dict[str, Any]) -> N
     # 4 columns x 128 or 256 chunks of 16 bytes over 128 threads, and the row itself.
     for name, loads in {"vector_k": 10, "vector_mn gated=False": 10, "vector_mn gated=True": 9}.items():
         assert compiled["kernels"][f"{name} bfloat16"]["16-byte loads"] >= loads
+
+
+def test_gathered_channels_of_narrow_groups_are_read_16_bytes_at_a_time(compiled: dict[str, Any]) -> None:
+    # 128 + 256 rows x 64 channels in 16-byte pieces over 256 threads, for two stages ahead at least.
+    for width in (16, 128):
+        assert compiled["kernels"][f"tile_patterns_k {width} bfloat16"]["16-byte loads"] >= 2 * 12

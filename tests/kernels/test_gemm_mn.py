@@ -86,7 +86,7 @@ def bad_calls() -> list[Any]:
         pytest.param(lambda: wk.gemm_mn(x, gate, layout, bias[:3]), "size of bias must be 48, got 3", id="bias"),
         pytest.param(lambda: wk.gemm_mn(x, gate, layout, None, "tanh"), "one of silu, gelu", id="activation"),
         pytest.param(lambda: wk.gemm_mn(x, gate.to("meta"), layout), "weight is on meta", id="devices"),
-        pytest.param(lambda: wk.gemm_mn(x, gate, mask), "must be a RouteLayout, got Tensor", id="layout type"),
+        pytest.param(lambda: wk.gemm_mn(x, gate, mask), "or a PatternLayout, got Tensor", id="layout type"),
         pytest.param(lambda: wk.gated_mlp_up(x, gate, up[:32], layout), "D' of w_up must be 48", id="up"),
         pytest.param(
             lambda: wk.gemm_mn(x, gate.t().contiguous().t(), layout, backend="triton"),

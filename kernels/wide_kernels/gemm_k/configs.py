@@ -29,6 +29,15 @@ def tile_config(rows: int, columns: int, width: int, dtype: torch.dtype) -> dict
     return config
 
 
+def pattern_config(rows: int, columns: int, width: int, dtype: torch.dtype) -> dict[str, int]:
+    """For tiles of patterns. A step of the K loop takes a part of a group, or several narrow groups at once."""
+    single = dtype is torch.float32
+    config = {"BN": 128 if single else 256, "BK": 32 if single else 64, "BAND": 8, "num_warps": 8, "num_stages": 3}
+    config |= tuned("pattern_k", rows, width, dtype)
+    config["BN"] = min(config["BN"], padded_rows(columns))
+    return config
+
+
 def hopper_config(rows: int, columns: int, width: int) -> dict[str, int]:
     """For many rows on Hopper: STAGES x (128 + BN) x 128 bytes and BUFFERS x 128 x BN of its 227 KB of shared memory.
 

@@ -11,9 +11,10 @@ from wide_kernels.checks import group_width, same_kind, same_size, shape_of, str
 from wide_kernels.dispatch import Problem, choose, is_hopper
 from wide_kernels.errors import UnsupportedError
 from wide_kernels.gemm_k.configs import CHANNEL_STEP, FEW_ROWS, MANY_ROWS
-from wide_kernels.gemm_k.reference import gemm_k_reference
-from wide_kernels.gemm_mn.reference import zero_skipped
-from wide_kernels.layout import RouteLayout, decision
+from wide_kernels.gemm_k.pattern_ops import gemm_k_patterns
+from wide_kernels.gemm_k.reference import gemm_k_gradients, gemm_k_reference
+from wide_kernels.layout import RouteLayout, decision, decision_groups
+from wide_kernels.pattern_layout import PatternLayout
 
 ACCUMULATE = ("auto", "fp32", "bf16")
 
@@ -21,7 +22,7 @@ ACCUMULATE = ("auto", "fp32", "bf16")
 def gemm_k(
     h: Tensor,
     weight: Tensor,
-    layout: RouteLayout | None = None,
+    layout: RouteLayout | PatternLayout | None = None,
     residual: Tensor | None = None,
     accumulate: str = "auto",
     deterministic: bool = False,
@@ -37,11 +38,15 @@ def gemm_k(
     in bf16, rounded whenever a segment of groups is added (5e-3 at 16 segments; much faster, only for bfloat16
     operands). auto is bf16 for bfloat16 operands of at least MANY_ROWS rows on a Hopper GPU, else fp32. The order of
     the additions is not fixed, so results may differ in the last bits from run to run; `deterministic=True` fixes it
-    bit for bit (and takes fp32). Differentiable in h, weight and residual. Raises UnsupportedError.
+    bit for bit (and takes fp32). With a PatternLayout each sum is made by one program, in fp32 and a fixed order, and
+    neither argument is needed. Differentiable in h, weight and residual. Raises UnsupportedError.
     """
-    accumulate = partial_sums(h, accumulate, deterministic)
+    if not isinstance(layout, PatternLayout):
+        accumulate = partial_sums(h, accumulate, deterministic)
     problem = gemm_k_problem(h, weight, layout, residual, accumulate, deterministic, mask=mask)
     chosen = choose(problem, backend)
+    if isinstance(layout, PatternLayout):
+        return gemm_k_patterns(h, weight, layout, residual, chosen)
     routed = decision("gemm_k", h, layout, mask)
     y = torch.ops.wide_kernels.gemm_k(h, weight, routed, residual, accumulate, deterministic, chosen)
     return cast(Tensor, y)
@@ -58,7 +63,7 @@ def partial_sums(h: Tensor, accumulate: str, deterministic: bool) -> str:
 def gemm_k_problem(
     h: Tensor,
     weight: Tensor,
-    layout: RouteLayout | None = None,
+    layout: RouteLayout | PatternLayout | None = None,
     residual: Tensor | None = None,
     accumulate: str = "auto",
     deterministic: bool = False,
@@ -72,6 +77,8 @@ def gemm_k_problem(
         raise UnsupportedError(f"{op}: accumulate must be one of {', '.join(ACCUMULATE)}, got {accumulate!r}")
     if accumulate == "bf16" and h.dtype is not torch.bfloat16:
         raise UnsupportedError(f"{op}: accumulate='bf16' needs bfloat16 operands, got {h.dtype}; use fp32")
+    if accumulate == "bf16" and isinstance(layout, PatternLayout):
+        raise UnsupportedError(f"{op}: patterns are always added in fp32, not with accumulate='bf16'; leave it out")
     if accumulate == "bf16" and deterministic:
         raise UnsupportedError(f"{op}: accumulate='bf16' has no fixed order; use fp32 with deterministic=True")
     rows, depth = shape_of(op, "h", h, "T K")
@@ -81,8 +88,11 @@ def gemm_k_problem(
         residual_rows, residual_columns = shape_of(op, "residual", residual, "T N")
         same_size(op, "T of residual", residual_rows, rows)
         same_size(op, "N of residual", residual_columns, columns)
-    width = group_width(op, "K", depth, decision(op, h, layout, mask).shape[1])
-    refusal = _gluon_refusal(h, width, partial_sums(h, accumulate, deterministic))
+    width = group_width(op, "K", depth, decision_groups(op, h, layout, mask))
+    if isinstance(layout, PatternLayout):
+        refusal = _gluon_refusal_of_patterns(h)
+    else:
+        refusal = _gluon_refusal(h, width, partial_sums(h, accumulate, deterministic))
     sizes = {"N": columns, "the group width": width}
     return Problem(op, h.device, h.dtype, sizes, strided(weight=weight), {"gluon": refusal} if refusal else {})
 
@@ -97,6 +107,15 @@ def _gluon_refusal(h: Tensor, width: int, accumulate: str) -> str | None:
         return f"it adds partial sums in bf16, here accumulate is {accumulate} (auto is bf16 from {MANY_ROWS} rows on)"
     if width % CHANNEL_STEP:
         return f"the group width must be a multiple of {CHANNEL_STEP}, got {width}"
+    return None
+
+
+def _gluon_refusal_of_patterns(h: Tensor) -> str | None:
+    """The same for patterns: their kernel adds in fp32 and takes any groups."""
+    if h.shape[0] <= FEW_ROWS:
+        return f"it is for more than {FEW_ROWS} rows, got {h.shape[0]}"
+    if h.numel() >= 1 << 34:  # int32 units of 8
+        return "h must have fewer than 2^34 elements"
     return None
 
 
@@ -143,8 +162,7 @@ def _save_gemm_k(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gemm_k_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     h, weight, mask = ctx.saved_tensors
     needs = ctx.needs_input_grad
-    to_h = zero_skipped(gradient @ weight, mask) if needs[0] else None
-    to_weight = gradient.t() @ zero_skipped(h.contiguous(), mask) if needs[1] else None
+    to_h, to_weight = gemm_k_gradients(gradient, h, weight, mask, needs)
     to_residual = gradient if ctx.has_residual and needs[3] else None
     return to_h, to_weight, None, to_residual, None, None, None
 

@@ -6,21 +6,23 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from wide_kernels.activations import activate, activate_backward, check_activation
+from wide_kernels.activations import check_activation
 from wide_kernels.checks import group_width, same_kind, same_size, shape_of, strided
 from wide_kernels.dispatch import Problem, choose
 from wide_kernels.gemm_mn.configs import FEW_ROWS, hopper_refusal
-from wide_kernels.gemm_mn.reference import gated_mlp_up_reference, gemm_mn_reference, zero_skipped
-from wide_kernels.layout import RouteLayout, decision, sorted_rows
+from wide_kernels.gemm_mn.gradients import gated_mlp_up_gradients, gemm_mn_gradients
+from wide_kernels.gemm_mn.pattern_ops import gated_mlp_up_patterns, gemm_mn_patterns
+from wide_kernels.gemm_mn.reference import gated_mlp_up_reference, gemm_mn_reference
+from wide_kernels.layout import RouteLayout, decision, decision_groups, sorted_rows
+from wide_kernels.pattern_layout import PatternLayout
 
 
 def gemm_mn(
     x: Tensor,
     weight: Tensor,
-    layout: RouteLayout | None = None,
+    layout: RouteLayout | PatternLayout | None = None,
     bias: Tensor | None = None,
     activation: str | None = None,
     *,
@@ -30,11 +32,14 @@ def gemm_mn(
     """A projection whose output channels are routed (paper: GEMM-MN): activation(x weight^T + bias).
 
     x [T, K], weight [N, K], bias [N] -> [T, N] in the dtype of x; the N channels are cut into N_G groups and those that
-    a token skips are exact zeros. Give `layout`, or for a few rows `mask` bool [T, N_G] instead. `activation`: silu,
-    gelu, gelu_tanh, relu or None. Differentiable in x, weight and bias. Raises UnsupportedError.
+    a token skips are exact zeros. Give `layout` (of masks or of patterns), or for a few rows `mask` bool [T, N_G]
+    instead. `activation`: silu, gelu, gelu_tanh, relu or None. Differentiable in x, weight and bias. Raises
+    UnsupportedError.
     """
     problem = gemm_mn_problem(x, weight, layout, bias, activation, mask=mask)
     chosen = choose(problem, backend)
+    if isinstance(layout, PatternLayout):
+        return gemm_mn_patterns(x, weight, layout, bias, activation, chosen)
     routed = decision("gemm_mn", x, layout, mask)
     y = torch.ops.wide_kernels.gemm_mn(x, weight, routed, *sorted_rows(layout), bias, activation, chosen)
     return cast(Tensor, y)
@@ -44,7 +49,7 @@ def gated_mlp_up(
     x: Tensor,
     w_gate: Tensor,
     w_up: Tensor,
-    layout: RouteLayout | None = None,
+    layout: RouteLayout | PatternLayout | None = None,
     activation: str = "silu",
     *,
     mask: Tensor | None = None,
@@ -57,6 +62,8 @@ def gated_mlp_up(
     """
     problem = gated_mlp_up_problem(x, w_gate, w_up, layout, activation, mask=mask)
     chosen = choose(problem, backend)
+    if isinstance(layout, PatternLayout):
+        return gated_mlp_up_patterns(x, w_gate, w_up, layout, activation, chosen)
     routed = decision("gated_mlp_up", x, layout, mask)
     y = torch.ops.wide_kernels.gated_mlp_up(x, w_gate, w_up, routed, *sorted_rows(layout), activation, chosen)
     return cast(Tensor, y)
@@ -65,7 +72,7 @@ def gated_mlp_up(
 def gemm_mn_problem(
     x: Tensor,
     weight: Tensor,
-    layout: RouteLayout | None = None,
+    layout: RouteLayout | PatternLayout | None = None,
     bias: Tensor | None = None,
     activation: str | None = None,
     *,
@@ -83,7 +90,7 @@ def gated_mlp_up_problem(
     x: Tensor,
     w_gate: Tensor,
     w_up: Tensor,
-    layout: RouteLayout | None = None,
+    layout: RouteLayout | PatternLayout | None = None,
     activation: str = "silu",
     *,
     mask: Tensor | None = None,
@@ -97,7 +104,7 @@ def _problem(
     dims: str,
     x: Tensor,
     weights: Mapping[str, Tensor],
-    layout: RouteLayout | None,
+    layout: RouteLayout | PatternLayout | None,
     mask: Tensor | None,
     activation: str | None,
 ) -> Problem:
@@ -113,7 +120,7 @@ def _problem(
         columns = weight_columns if columns is None else columns
         same_size(op, f"{output} of {name}", weight_columns, columns)
     assert columns is not None  # there is at least one weight
-    width = group_width(op, output, columns, decision(op, x, layout, mask).shape[1])
+    width = group_width(op, output, columns, decision_groups(op, x, layout, mask))
     sizes = {inner: depth, "the group width": width}
     return Problem(op, x.device, x.dtype, sizes, strided(**weights), hopper_refusal(rows, depth, x.numel()))
 
@@ -174,13 +181,8 @@ def _save_gemm_mn(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gemm_mn_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, mask, bias = ctx.saved_tensors
-    gradient = zero_skipped(gradient.contiguous(), mask)
-    if ctx.activation is not None:  # recomputed: keeping it would cost T x N
-        gradient = activate_backward(gradient, F.linear(x, weight, bias), ctx.activation)
-    needs = ctx.needs_input_grad
-    to_x = gradient @ weight if needs[0] else None
-    to_weight = gradient.t() @ x if needs[1] else None
-    to_bias = gradient.sum(0) if bias is not None and needs[5] else None
+    needs = [ctx.needs_input_grad[i] for i in (0, 1, 5)]
+    to_x, to_weight, to_bias = gemm_mn_gradients(gradient, x, weight, mask, bias, ctx.activation, needs)
     return to_x, to_weight, None, None, None, to_bias, None, None
 
 
@@ -225,14 +227,8 @@ def _save_gated_mlp_up(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 def _gated_mlp_up_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x, w_gate, w_up, mask = ctx.saved_tensors
-    gradient = zero_skipped(gradient.contiguous(), mask)
-    gate, up = F.linear(x, w_gate), F.linear(x, w_up)  # recomputed: keeping them would cost 2 x T x D'
-    to_gate = activate_backward(gradient * up, gate, ctx.activation)
-    to_up = gradient * activate(gate, ctx.activation)
-    needs = ctx.needs_input_grad
-    to_x = to_gate @ w_gate + to_up @ w_up if needs[0] else None
-    to_w_gate = to_gate.t() @ x if needs[1] else None
-    to_w_up = to_up.t() @ x if needs[2] else None
+    needs = ctx.needs_input_grad[:3]
+    to_x, to_w_gate, to_w_up = gated_mlp_up_gradients(gradient, x, w_gate, w_up, mask, ctx.activation, needs)
     return to_x, to_w_gate, to_w_up, None, None, None, None, None
 
 

@@ -1,0 +1,166 @@
+"""The timed cases of tokens that follow patterns, beside dense calls and the same share of independent bits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import wide_kernels as wk
+from wide_kernels.benchmarks import dense
+from wide_kernels.benchmarks.cases import CHECKED_ROWS, Sizes, TimedCase, operator_case, relative_error
+from wide_kernels.dispatch import Explanation
+from wide_kernels.errors import UnsupportedError
+from wide_kernels.pattern_layout import HALF_ROWS
+
+PATTERN_OPS = ("pattern_layout", "gemm_mn", "gated_mlp_up", "gemm_k", "ffn")
+BITS = "independent bits"
+
+
+@dataclass(frozen=True)
+class PatternSizes:
+    """A point of the grid: sizes, C patterns, and how often each is taken (`histogram`, or a built-in `frequency`)."""
+
+    sizes: Sizes
+    count: int
+    frequency: str
+    histogram: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        rows, group, density = self.sizes.point
+        return f"T={rows} G={group} density={density:g} C={self.count} {self.frequency}"
+
+    def shares(self) -> Tensor:
+        """How often each pattern is taken, adding up to 1, the most frequent first."""
+        if self.histogram:
+            return resampled(self.histogram, self.count)
+        weights = torch.ones(self.count, dtype=torch.float64)
+        if self.frequency == "zipf":
+            weights /= torch.arange(1, self.count + 1)
+        return weights / weights.sum()
+
+    def decision(self) -> tuple[Tensor, Tensor]:
+        """(ids, patterns): random patterns of exactly that density, similar ones adjacent; the same every time."""
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.rand(self.count, self.sizes.groups, generator=generator)
+        live = round(self.sizes.density * self.sizes.groups)
+        patterns = noise.argsort(1).argsort(1) < live
+        patterns = patterns[wk.similar_order(patterns)]
+        shuffled = torch.randperm(self.count, generator=generator)  # which patterns are the frequent ones
+        taken = torch.multinomial(self.shares(), self.sizes.rows, replacement=True, generator=generator)
+        return shuffled[taken].to(self.sizes.device, torch.int32), patterns.to(self.sizes.device)
+
+
+def read_histogram(path: Path) -> tuple[float, ...]:
+    """How often each pattern was taken in a measurement: a JSON list of numbers, in any order."""
+    try:
+        found = [float(entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+        if not found or min(found) < 0 or sum(found) <= 0:
+            raise ValueError("it must hold numbers of at least 0, not all of them 0")
+    except (OSError, ValueError, TypeError) as error:
+        raise UnsupportedError(f"{path} is no JSON list of how often each pattern was taken: {error}") from error
+    return tuple(sorted(found, reverse=True))
+
+
+def resampled(histogram: tuple[float, ...], count: int) -> Tensor:
+    """The shares of `count` patterns that follow the same curve as a histogram of another number of them."""
+    summed = torch.tensor((0.0, *histogram), dtype=torch.float64).cumsum(0)
+    at = torch.linspace(0, len(histogram), count + 1, dtype=torch.float64)
+    low = at.floor().long().clamp(max=len(histogram) - 1)
+    curve = summed[low] + (at - low) * (summed[low + 1] - summed[low])
+    return curve.diff() / summed[-1]
+
+
+def wasted(layout: wk.PatternLayout) -> float:
+    """What tiles multiply beyond what their rows run: (listed halves x their rows) / (executed row-groups) - 1."""
+    halves = ((layout.lists & 1) + (layout.lists >> 1 & 1)).sum()
+    return float(halves * HALF_ROWS / layout.mask.sum().clamp_min(1)) - 1
+
+
+def pattern_cases(point: PatternSizes, ops: set[str]) -> Iterator[TimedCase]:
+    """The operators at one point, one after the other, then the FFN with the layout included."""
+    sizes = point.sizes
+    rows, hidden, channels = sizes.rows, sizes.model.hidden_size, sizes.model.intermediate_size
+    ids, patterns = point.decision()
+    layout = wk.pattern_layout(ids, patterns)
+    mask, bits_mask = layout.mask, sizes.mask()
+    bits = wk.route_layout(bits_mask)
+    flops = 2.0 * float(mask.sum()) * sizes.group * hidden
+    picked = torch.randperm(rows, device=sizes.device)[:CHECKED_ROWS]
+    wide_mask = mask[picked].repeat_interleave(sizes.group, 1)
+    if "pattern_layout" in ops:
+        expected_layout = wk.pattern_layout(ids, patterns, backend="torch").tensors
+
+        def compare_layout(got: wk.PatternLayout) -> float:
+            return 0.0 if all(map(torch.equal, got.tensors, expected_layout)) else float("inf")
+
+        yield operator_case(
+            "pattern_layout", sizes, (ids, patterns), {}, compare_layout,
+            {"route_layout": lambda: wk.route_layout(bits_mask)}, checked=sum(t.numel() for t in layout.tensors),
+        )  # fmt: skip
+    x = sizes.normal(rows, hidden)
+    w_gate, w_up = (sizes.normal(channels, hidden, scale=0.02) for _ in range(2))
+    w_down = w_up.t().contiguous()
+    up = F.linear(x[picked].double(), w_up.double())
+    gated = F.silu(F.linear(x[picked].double(), w_gate.double())) * up * wide_mask
+    if "gemm_mn" in ops:
+        yield operator_case(
+            "gemm_mn", sizes, (x, w_up, layout), {}, lambda y: relative_error(y, picked, up * wide_mask),
+            {"linear": lambda: F.linear(x, w_up)}, others={BITS: lambda: wk.gemm_mn(x, w_up, bits)},
+            flops=flops, checked=len(picked) * channels,
+        )  # fmt: skip
+    if "gated_mlp_up" in ops:
+        yield operator_case(
+            "gated_mlp_up", sizes, (x, w_gate, w_up, layout), {}, lambda y: relative_error(y, picked, gated),
+            {"2 linear + fused silu": lambda: dense.fused_gated_mlp_up(x, w_gate, w_up)},
+            others={BITS: lambda: wk.gated_mlp_up(x, w_gate, w_up, bits)},
+            flops=2 * flops, checked=len(picked) * channels,
+        )  # fmt: skip
+    if "gemm_k" in ops:
+        h = sizes.normal(rows, channels)
+        expected = F.linear(h[picked].double() * wide_mask, w_down.double())
+        yield operator_case(
+            "gemm_k", sizes, (h, w_down, layout), {}, lambda y: relative_error(y, picked, expected),
+            {"linear": lambda: F.linear(h, w_down)}, others={BITS: lambda: wk.gemm_k(h, w_down, bits)},
+            flops=flops, checked=len(picked) * hidden,
+        )  # fmt: skip
+    if "ffn" in ops:
+        yield _ffn(point, (ids, patterns), bits_mask, (x, w_gate, w_up, w_down), picked, gated, flops)
+
+
+def _ffn(
+    point: PatternSizes,
+    decision: tuple[Tensor, Tensor],
+    bits_mask: Tensor,
+    operands: tuple[Tensor, Tensor, Tensor, Tensor],
+    picked: Tensor,
+    gated: Tensor,
+    flops: float,
+) -> TimedCase:
+    """Layout, gate and up, down, from the ids on; independent bits from their mask on."""
+    x, w_gate, w_up, w_down = operands
+
+    def routed(layout: Any) -> Tensor:
+        return wk.gemm_k(wk.gated_mlp_up(x, w_gate, w_up, layout), w_down, layout)
+
+    def compare(got: Tensor) -> float:
+        return relative_error(got, picked, F.linear(gated, w_down.double()))
+
+    layout = wk.pattern_layout(*decision)
+    up = wk.explain("gated_mlp_up", x, w_gate, w_up, layout)
+    down = wk.explain("gemm_k", x.new_empty(x.shape[0], w_gate.shape[0]), w_down, layout)
+    return TimedCase(
+        "ffn", *point.sizes.point,
+        Explanation("ffn", f"{up.backend} + {down.backend}", f"{up}\n{down}", {}),
+        lambda: routed(wk.pattern_layout(*decision)),
+        {"dense ffn": lambda: F.linear(dense.fused_gated_mlp_up(x, w_gate, w_up), w_down)},
+        lambda: compare(routed(wk.pattern_layout(*decision))),
+        3 * flops, {BITS: lambda: routed(wk.route_layout(bits_mask))},
+        compare=compare, checked_elements=len(picked) * w_down.shape[0],
+    )  # fmt: skip
