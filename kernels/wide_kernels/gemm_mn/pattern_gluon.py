@@ -28,13 +28,11 @@ from wide_kernels.dispatch import multiprocessors, on_device_of
 from wide_kernels.gemm_mn.configs import HOPPER_DEPTH
 from wide_kernels.gemm_mn.gluon import (
     CONSUMERS,
-    GATHER,
-    PRODUCER_THREADS,
     SHARED,
     UNIT,
     _addressable,
+    cp_async,
     entry,
-    fetch_rows,
     storing_layout,
     tma_load,
 )
@@ -47,6 +45,8 @@ from wide_kernels.tuning.tiles import largest_power
 
 TILE = gl.constexpr(TILE_ROWS)
 HALF = gl.constexpr(HALF_ROWS)
+GATHER_WARPS = gl.constexpr(2)
+GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))  # eight threads fetch the 128 bytes of a row
 
 
 @gluon.constexpr_function
@@ -93,6 +93,13 @@ def sorted_units(order, place, rows, stride_units):
 
 
 @gluon.jit
+def copy_rows(x, units, stage, BK: gl.constexpr):
+    """Begin to copy BK columns of the rows at `units` from `x` on."""
+    column = gl.arange(0, BK, gl.SliceLayout(0, GATHER))
+    cp_async(stage, x + (units.to(gl.int64) * UNIT)[:, None] + column[None, :])
+
+
+@gluon.jit
 def zero_chunk(
     out, order, classed, tile, chunk, rows,
     N: gl.constexpr, G: gl.constexpr, BOX: gl.constexpr, SLOTS: gl.constexpr,
@@ -100,10 +107,10 @@ def zero_chunk(
     """Zeros for all rows of a tile in the columns of a chunk."""
     UNITS: gl.constexpr = SLOTS * BOX // UNIT
     LANES: gl.constexpr = min(UNITS, 32)
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, UNIT], [32 // LANES, LANES, 1], [4, 1, 1], [2, 1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, UNIT], [32 // LANES, LANES, 1], [1, 1, 1], [2, 1, 0])
     BY_UNIT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))
     BY_ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
-    ROWS: gl.constexpr = min(TILE, 16384 // (SLOTS * BOX))  # at once: what registers hold
+    ROWS: gl.constexpr = min(TILE, 4096 // (SLOTS * BOX))  # at once: what registers hold
     unit = gl.arange(0, UNITS, BY_UNIT)
     piece = chunk * SLOTS + unit // (BOX // UNIT)
     column = piece_column(classed, tile, piece, N // G, G, G // BOX) + unit % (BOX // UNIT) * UNIT
@@ -119,48 +126,69 @@ def zero_chunk(
 
 
 @gluon.jit
-def produce(
-    x, order, classed, chunks, weight, weight_up, out, rows, tiles, stride_units, x_ring, w_ring, full, empty,
+def gather(
+    x, order, chunks, rows, stride_units, x_ring, full, empty,
+    CHUNKS: gl.constexpr, K: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Fill the ring with rows of x for every live chunk of this program."""
+    live = gl.load(chunks)
+    step = 0
+    for turn in range(gl.program_id(0), live, gl.num_programs(0)):
+        # Not asked for a chunk ahead: the ring covers the wait, and carried values are not safe in Triton 3.6.
+        work, halves = entry(chunks, turn, live)
+        tile = work // CHUNKS
+        lower = sorted_units(order, tile * TILE, rows, stride_units)
+        upper = sorted_units(order, tile * TILE + HALF, rows, stride_units)
+        for i in range(K // BK):
+            stage = (step + i) % STAGES
+            mbarrier.wait(empty.index(stage), ((step + i) // STAGES & 1) ^ 1)
+            if halves & 1 != 0:
+                copy_rows(x + i * BK, lower, x_ring.index(stage * CONSUMERS), BK)
+            if halves & 2 != 0:
+                copy_rows(x + i * BK, upper, x_ring.index(stage * CONSUMERS + 1), BK)
+            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+        step += K // BK
+
+
+@gluon.jit
+def fetch_weights(
+    classed, chunks, weight, weight_up, w_ring, full, empty,
     N: gl.constexpr, K: gl.constexpr, G: gl.constexpr, GATED: gl.constexpr,
     BOX: gl.constexpr, SLOTS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring for every live chunk of this program, and zero its share of the dead ones."""
+    """Fill the ring with weights; a single warp, for which the compiler's barriers between boxes cost nothing."""
     CHUNKS: gl.constexpr = (N // BOX + SLOTS - 1) // SLOTS
     BN: gl.constexpr = SLOTS * BOX
     WIDE: gl.constexpr = BN * 2 if GATED else BN
     live = gl.load(chunks)
-    dead = tiles * CHUNKS - live
-    grid = gl.num_programs(0)
-    # Dead chunks turn, turn + period, ... are zeroed after live chunk `turn`, while the ring is full.
-    period = gl.maximum(live, grid)
     step = 0
-    for turn in range(gl.program_id(0), period, grid):
-        if turn < live:
-            # Not asked for a chunk ahead: the ring covers the wait, and carried values are not safe in Triton 3.6.
-            work, halves = entry(chunks, turn, live)
-            tile = work // CHUNKS
-            columns = piece_columns(classed, tile, work % CHUNKS, N // G, G, G // BOX, SLOTS)
-            lower = sorted_units(order, tile * TILE, rows, stride_units)
-            upper = sorted_units(order, tile * TILE + HALF, rows, stride_units)
-            for i in range(K // BK):
-                stage = (step + i) % STAGES
-                mbarrier.wait(empty.index(stage), ((step + i) // STAGES & 1) ^ 1)
-                mbarrier.expect(full.index(stage), WIDE * BK * 2)
-                for slot in gl.static_range(SLOTS):
-                    piece = w_ring.index(stage).slice(slot * BOX, BOX)
-                    tma_load(weight, [columns[slot], i * BK], full.index(stage), piece)
-                    if GATED:
-                        piece = w_ring.index(stage).slice(BN + slot * BOX, BOX)
-                        tma_load(weight_up, [columns[slot], i * BK], full.index(stage), piece)
-                if halves & 1 != 0:
-                    fetch_rows(x + i * BK, lower, x_ring.index(stage * CONSUMERS), BK)
-                if halves & 2 != 0:
-                    fetch_rows(x + i * BK, upper, x_ring.index(stage * CONSUMERS + 1), BK)
-                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-            step += K // BK
-        for position in range(turn, dead, period):
-            idle, _ = entry(chunks, live + position, live + dead)
-            zero_chunk(out, order, classed, idle // CHUNKS, idle % CHUNKS, rows, N, G, BOX, SLOTS)
+    for turn in range(gl.program_id(0), live, gl.num_programs(0)):
+        work, _ = entry(chunks, turn, live)
+        columns = piece_columns(classed, work // CHUNKS, work % CHUNKS, N // G, G, G // BOX, SLOTS)
+        for i in range(K // BK):
+            stage = (step + i) % STAGES
+            mbarrier.wait(empty.index(stage), ((step + i) // STAGES & 1) ^ 1)
+            mbarrier.expect(full.index(stage), WIDE * BK * 2)
+            for slot in gl.static_range(SLOTS):
+                piece = w_ring.index(stage).slice(slot * BOX, BOX)
+                tma_load(weight, [columns[slot], i * BK], full.index(stage), piece)
+                if GATED:
+                    piece = w_ring.index(stage).slice(BN + slot * BOX, BOX)
+                    tma_load(weight_up, [columns[slot], i * BK], full.index(stage), piece)
+        step += K // BK
+
+
+@gluon.jit
+def clear(
+    out, order, classed, chunks, rows, tiles,
+    N: gl.constexpr, G: gl.constexpr, BOX: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """Zero this program's share of the dead chunks."""
+    CHUNKS: gl.constexpr = (N // BOX + SLOTS - 1) // SLOTS
+    live = gl.load(chunks)
+    for position in range(live + gl.program_id(0), tiles * CHUNKS, gl.num_programs(0)):
+        work, _ = entry(chunks, position, tiles * CHUNKS)
+        zero_chunk(out, order, classed, work // CHUNKS, work % CHUNKS, rows, N, G, BOX, SLOTS)
 
 
 @gluon.jit
@@ -249,13 +277,14 @@ def pattern_kernel(
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """x [T, K] by tiles of `order`, times `weight` and if GATED `weight_up` [N, K], into out [T, N]."""
+    CHUNKS: gl.constexpr = (N // BOX + SLOTS - 1) // SLOTS
     WIDE: gl.constexpr = SLOTS * BOX * (2 if GATED else 1)
     x_ring = gl.allocate_shared_memory(x.dtype.element_ty, [STAGES * CONSUMERS, HALF, BK], SHARED)
     w_ring = gl.allocate_shared_memory(x.dtype.element_ty, [STAGES, WIDE, BK], SHARED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1 + PRODUCER_THREADS)
+        mbarrier.init(full.index(stage), count=1 + 32 * GATHER_WARPS)
         mbarrier.init(empty.index(stage), count=CONSUMERS)
     fence_async_shared()
     gl.warp_specialize(
@@ -264,11 +293,13 @@ def pattern_kernel(
                        N, K, G, GATED, HAS_BIAS, ACTIVATION, BOX, SLOTS, BK, STAGES, 0)),
             (consume, (order, classed, chunks, ids, patterns, mixed, bias, out, rows, x_ring, w_ring, full, empty,
                        N, K, G, GATED, HAS_BIAS, ACTIVATION, BOX, SLOTS, BK, STAGES, 1)),
-            (produce, (x, order, classed, chunks, weight, weight_up, out, rows, tiles, stride_units,
-                       x_ring, w_ring, full, empty, N, K, G, GATED, BOX, SLOTS, BK, STAGES)),
+            (gather, (x, order, chunks, rows, stride_units, x_ring, full, empty, CHUNKS, K, BK, STAGES)),
+            (fetch_weights, (classed, chunks, weight, weight_up, w_ring, full, empty,
+                             N, K, G, GATED, BOX, SLOTS, BK, STAGES)),
+            (clear, (out, order, classed, chunks, rows, tiles, N, G, BOX, SLOTS)),
         ],
-        [4, 4],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [4, GATHER_WARPS, 1, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
 
 
