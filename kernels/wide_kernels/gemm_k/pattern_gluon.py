@@ -38,7 +38,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from wide_kernels.dispatch import multiprocessors, on_device_of
 from wide_kernels.gemm_k.configs import CHANNEL_STEP
 from wide_kernels.gemm_k.gluon import gather_rows, load_tile, tile_at
-from wide_kernels.gemm_mn.gluon import storing_layout
+from wide_kernels.gemm_mn.gluon import UNIT, _addressable, storing_layout
 from wide_kernels.pattern_classes import classed_lists, ranked_tiles
 from wide_kernels.pattern_layout import HALF_ROWS, TILE_ROWS, PatternLayout
 from wide_kernels.tuning.lookup import tuned
@@ -96,8 +96,15 @@ def running(patterns, entry, chosen, exists, check, PART: gl.constexpr):
 
 
 @gluon.jit
+def copy_rows(h, units, runs, box, layout: gl.constexpr):
+    """Begin to copy DEPTH channels of the rows at `units`, in 16 bytes, from `h` on; zeros for those that skip them."""
+    channel = gl.arange(0, box.shape[1], gl.SliceLayout(0, layout))
+    gather_rows(box, h + (units.to(gl.int64) * UNIT)[:, None] + channel[None, :], mask=runs[:, None])
+
+
+@gluon.jit
 def gather(
-    h, order, classed, counts, ranked, ids, patterns, mixed, ring, filled, emptied, rows, stride_h, row_tiles,
+    h, order, classed, counts, ranked, ids, patterns, mixed, ring, filled, emptied, rows, stride_units, row_tiles,
     N: gl.constexpr, G: gl.constexpr, N_G: gl.constexpr, BN: gl.constexpr, SLAB: gl.constexpr,
     DEPTH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -107,7 +114,6 @@ def gather(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [GATHER_WARPS, 1], [1, 0])
     COLUMN_TILES: gl.constexpr = (N + BN - 1) // BN
     local = gl.arange(0, HALF, gl.SliceLayout(1, layout))
-    depth = gl.arange(0, DEPTH, gl.SliceLayout(0, layout))
     total = row_tiles * COLUMN_TILES
     step = 0
     for start in range(0, total, gl.num_programs(0)):
@@ -122,8 +128,8 @@ def gather(
             row1 = gl.load(order + place + HALF, mask=place + HALF < rows, other=0)
             chosen0 = gl.load(ids + row0) * N_G
             chosen1 = gl.load(ids + row1) * N_G
-            h0 = h + row0.to(gl.int64)[:, None] * stride_h + depth[None, :]
-            h1 = h + row1.to(gl.int64)[:, None] * stride_h + depth[None, :]
+            units0 = row0 * stride_units
+            units1 = row1 * stride_units
             for i in range(steps):
                 stage = step % STAGES
                 lower = i < low_steps
@@ -140,16 +146,12 @@ def gather(
                 mbarrier.wait(emptied.index(stage), (step // STAGES & 1) ^ 1)
                 if lower:
                     for part in gl.static_range(PARTS):
-                        gather_rows(
-                            ring.index(stage * (2 * PARTS) + part), h0 + channels[part], mask=runs0[part][:, None]
-                        )
+                        box = ring.index(stage * (2 * PARTS) + part)
+                        copy_rows(h + channels[part], units0, runs0[part], box, layout)
                 if upper:
                     for part in gl.static_range(PARTS):
-                        gather_rows(
-                            ring.index(stage * (2 * PARTS) + PARTS + part),
-                            h1 + channels[part],
-                            mask=runs1[part][:, None],
-                        )
+                        box = ring.index(stage * (2 * PARTS) + PARTS + part)
+                        copy_rows(h + channels[part], units1, runs1[part], box, layout)
                 async_copy.mbarrier_arrive(filled.index(stage), increment_count=False)
                 step += 1
 
@@ -247,9 +249,9 @@ def multiply(
             gl.store(out + offset, gl.convert_layout(z.to(out.dtype.element_ty), STORING), mask=mask)
 
 
-@gluon.jit(do_not_specialize=["rows", "row_tiles"])
+@gluon.jit(do_not_specialize=["rows", "row_tiles", "stride_units"])
 def pattern_kernel(
-    h, weight, residual, out, order, classed, counts, ranked, ids, patterns, mixed, rows, stride_h, row_tiles,
+    h, weight, residual, out, order, classed, counts, ranked, ids, patterns, mixed, rows, stride_units, row_tiles,
     N: gl.constexpr, G: gl.constexpr, N_G: gl.constexpr, HAS_RESIDUAL: gl.constexpr, BN: gl.constexpr,
     SLAB: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr, MOVE_REGISTERS: gl.constexpr,
@@ -271,7 +273,7 @@ def pattern_kernel(
             (multiply, (out, residual, order, counts, ranked, ring, weight_ring, filled, emptied, rows, row_tiles,
                         N, G, BN, SLAB, DEPTH, STAGES, HAS_RESIDUAL, 1)),
             (gather, (h, order, classed, counts, ranked, ids, patterns, mixed, ring, filled, emptied,
-                      rows, stride_h, row_tiles, N, G, N_G, BN, SLAB, DEPTH, STAGES)),
+                      rows, stride_units, row_tiles, N, G, N_G, BN, SLAB, DEPTH, STAGES)),
             (fetch_weights, (weight, classed, counts, ranked, weight_ring, filled, emptied, row_tiles,
                              N, G, N_G, BN, SLAB, DEPTH, STAGES)),
         ],
@@ -282,7 +284,7 @@ def pattern_kernel(
 
 def pattern_config(rows: int, columns: int, width: int, dtype: torch.dtype) -> dict[str, int]:
     """Shared memory: STAGES x (128 + BN) x 128 bytes of 227 KB. SLAB: column tiles that are finished together."""
-    config = {"BN": 256, "STAGES": 4, "SLAB": 16, "MULTIPLY_REGISTERS": 216, "MOVE_REGISTERS": 72, "maxnreg": 168}
+    config = {"BN": 256, "STAGES": 4, "SLAB": 16, "MULTIPLY_REGISTERS": 208, "MOVE_REGISTERS": 96, "maxnreg": 168}
     config |= tuned("hopper_pattern_k", rows, width, dtype)
     config["BN"] = min(config["BN"], max(64, padded_rows(columns)))
     return config | {"DEPTH": largest_power(width, CHANNEL_STEP), "num_warps": 4}
@@ -294,22 +296,19 @@ def project(h: Tensor, weight: Tensor, layout: PatternLayout, residual: Tensor |
     out = h.new_empty(rows, columns)
     if rows == 0:
         return out
-    h = h if h.stride(1) == 1 and h.stride(0) % 16 == 0 and h.data_ptr() % 16 == 0 else h.contiguous()
-    weight = weight if weight.data_ptr() % 16 == 0 and weight.is_contiguous() else weight.clone(
-        memory_format=torch.contiguous_format
-    )
+    h, weight = _addressable(h), _addressable(weight)
     residual = residual if residual is None else residual.contiguous()
     config = pattern_config(rows, columns, depth // groups, h.dtype)
     with on_device_of(h):
         classed, counts = classed_lists(layout)
         ranked = ranked_tiles(counts)
         block = [config["BN"], config["DEPTH"]]
-        described = TensorDescriptor.from_tensor(weight, block, box_layout.fn(config["DEPTH"]))
+        described = TensorDescriptor.from_tensor(weight, block, box_layout(config["DEPTH"]))
         row_tiles = classed.shape[0]
         tiles = row_tiles * triton.cdiv(columns, config["BN"])
         pattern_kernel[(min(tiles, multiprocessors(h.device)),)](
             h, described, out if residual is None else residual, out, layout.order, classed, counts, ranked,
-            layout.ids, layout.patterns.view(torch.uint8), layout.mixed, rows, h.stride(0), row_tiles,
+            layout.ids, layout.patterns.view(torch.uint8), layout.mixed, rows, h.stride(0) // UNIT.value, row_tiles,
             columns, depth // groups, groups, residual is not None, **config,
         )  # fmt: skip
     return out
