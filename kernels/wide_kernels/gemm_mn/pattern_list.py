@@ -62,8 +62,9 @@ def chunk_kernel(
     own = live_chunks(counts, tile, True, PIECES, SLOTS)
     key = first_columns(classed, tile, chunk, N_G, PIECES, SLOTS)
     place = tl.zeros_like(chunk)
-    for neighbour in range(first, tl.minimum(first + BAND, tiles)):
-        other_live = live_chunks(counts, neighbour, True, PIECES, SLOTS)
+    for local in range(BAND):
+        neighbour = tl.minimum(first + local, tiles - 1)
+        other_live = live_chunks(counts, neighbour, first + local < tiles, PIECES, SLOTS)
         other_key = first_columns(classed, neighbour, chunk, N_G, PIECES, SLOTS)
         # What has the same first column comes by tile; a tile has no two such chunks.
         earlier = (other_key[None, :] < key[:, None] + (neighbour < tile).to(tl.int32)) & (chunk < other_live)[None, :]
