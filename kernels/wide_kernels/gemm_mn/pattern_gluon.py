@@ -75,9 +75,7 @@ def piece_column(classed, tile, piece, N_G: gl.constexpr, G: gl.constexpr, PIECE
 
 
 @gluon.jit
-def piece_columns(
-    classed, tile, chunk, N_G: gl.constexpr, G: gl.constexpr, PIECES: gl.constexpr, SLOTS: gl.constexpr
-):
+def piece_columns(classed, tile, chunk, N_G: gl.constexpr, G: gl.constexpr, PIECES: gl.constexpr, SLOTS: gl.constexpr):
     """The first columns of all pieces of a chunk, a tuple."""
     columns = ()
     for slot in gl.static_range(SLOTS):
