@@ -9,7 +9,7 @@ from wide_kernels.gemm_mn.pattern_list import chunk_list
 from wide_kernels.pattern_classes import classed_lists, ranked_tiles
 from wide_kernels.pattern_layout import PatternLayout, pattern_layout
 
-LAYOUTS = ((300, 5, 7), (1000, 40, 24), (2500, 3, 9), (130, 200, 16), (128, 1, 1))
+LAYOUTS = ((300, 5, 7), (900, 40, 24), (130, 200, 16), (128, 1, 1))
 
 
 def layout_of(rows: int, patterns: int, groups: int) -> PatternLayout:
@@ -36,7 +36,7 @@ def test_long_tiles_come_first(rows: int, patterns: int, groups: int) -> None:
     assert ranked_tiles(counts).tolist() == sorted(range(len(cost)), key=lambda tile: (-cost[tile], tile))
 
 
-@pytest.mark.parametrize(("pieces", "slots", "band"), [(1, 1, 2), (1, 8, 16), (3, 8, 4), (2, 1, 1)])
+@pytest.mark.parametrize(("pieces", "slots", "band"), [(1, 1, 2), (3, 8, 4), (2, 1, 1)])
 @pytest.mark.parametrize(("rows", "patterns", "groups"), LAYOUTS)
 def test_chunks_come_in_bands_by_their_first_column(
     rows: int, patterns: int, groups: int, pieces: int, slots: int, band: int

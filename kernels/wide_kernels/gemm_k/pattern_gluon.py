@@ -16,7 +16,7 @@ into steps of their own, which the other half neither has loaded nor multiplies.
 its rows have landed, `emptied[stage]` after one arrival of each multiplying partition. Tiles come longest first and are
 dealt to and fro, so all programs have about the same work and about the same groups at one time.
 """
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, type-arg"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment, type-arg"
 
 from __future__ import annotations
 
@@ -140,9 +140,9 @@ def gather(
                 runs1 = ()
                 for part in gl.static_range(PARTS):
                     entry, channel = listed_piece(classed, tile, i * PARTS + part, pieces, G, N_G, DEPTH)
-                    channels = channels + (channel,)
-                    runs0 = runs0 + (running(patterns, entry, chosen0, place < rows, several & 1 != 0, 0),)
-                    runs1 = runs1 + (running(patterns, entry, chosen1, place + HALF < rows, several & 2 != 0, 1),)
+                    channels += (channel,)
+                    runs0 += (running(patterns, entry, chosen0, place < rows, several & 1 != 0, 0),)
+                    runs1 += (running(patterns, entry, chosen1, place + HALF < rows, several & 2 != 0, 1),)
                 mbarrier.wait(emptied.index(stage), (step // STAGES & 1) ^ 1)
                 if lower:
                     for part in gl.static_range(PARTS):
@@ -178,7 +178,7 @@ def fetch_weights(
                 channels = ()
                 for part in gl.static_range(PARTS):
                     _, channel = listed_piece(classed, tile, i * PARTS + part, pieces, G, N_G, DEPTH)
-                    channels = channels + (channel,)
+                    channels += (channel,)
                 mbarrier.wait(emptied.index(stage), (step // STAGES & 1) ^ 1)
                 mbarrier.expect(filled.index(stage), BN * STEP * BYTES)
                 for part in gl.static_range(PARTS):

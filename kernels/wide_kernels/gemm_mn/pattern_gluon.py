@@ -6,7 +6,7 @@ SLOTS pieces of BOX columns, side by side in the results, whose weights come as 
 groups of 16 columns fill a wide product. Groups of a chunk that nobody runs (the end of a list) are multiplied along
 and written as zeros; chunks that nobody runs are zeroed by the producer warps while the ring is full.
 """
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def piece_columns(classed, tile, chunk, N_G: gl.constexpr, G: gl.constexpr, PIEC
     """The first columns of all pieces of a chunk, a tuple."""
     columns = ()
     for slot in gl.static_range(SLOTS):
-        columns = columns + (piece_column(classed, tile, chunk * SLOTS + slot, N_G, G, PIECES),)
+        columns += (piece_column(classed, tile, chunk * SLOTS + slot, N_G, G, PIECES),)
     return columns
 
 
