@@ -16,8 +16,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from wide_kernels.gemm_k import configs as k_configs
 from wide_kernels.gemm_k import gluon as k_kernels
+from wide_kernels.gemm_k import pattern_gluon as k_patterns
 from wide_kernels.gemm_mn import configs as mn_configs
 from wide_kernels.gemm_mn import gluon as mn_kernels
+from wide_kernels.gemm_mn import pattern_gluon as mn_patterns
 
 D, F, T = 4096, 14336, 16384
 OPTIONS = ("num_warps", "maxnreg")
@@ -73,11 +75,38 @@ def gemm_k(width: int, stages: int, buffers: int) -> tuple[Any, dict[str, str], 
     return k_kernels.persistent_kernel, types, values | config
 
 
+def pattern_mn(width: int, gated: bool) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    """The same of GEMM-MN for patterns."""
+    config = mn_patterns.pattern_config(T, width, gated, torch.bfloat16)
+    del config["BAND"]
+    box = f"tensordesc<bf16[{config['BOX']}, {config['BK']}],{mn_kernels.SHARED.value!r}>"
+    types = dict.fromkeys(("x", "bias", "out"), "*bf16") | dict.fromkeys(("weight", "weight_up"), box)
+    types |= dict.fromkeys(("order", "classed", "chunks", "ids", "mixed"), "*i32") | {"patterns": "*u8"}
+    types |= dict.fromkeys(("rows", "tiles", "stride_units"), "i32")
+    values = {"N": F, "K": D, "G": width, "GATED": gated, "HAS_BIAS": not gated}
+    return mn_patterns.pattern_kernel, types, values | {"ACTIVATION": "silu" if gated else "relu"} | config
+
+
+def pattern_k(width: int, residual: bool) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    """The same of GEMM-K for patterns."""
+    config = k_patterns.pattern_config(T, D, width, torch.bfloat16)
+    types = dict.fromkeys(("h", "residual", "out"), "*bf16") | {"patterns": "*u8"}
+    types |= dict.fromkeys(("order", "classed", "counts", "ranked", "ids", "mixed"), "*i32")
+    types |= dict.fromkeys(("rows", "stride_units", "row_tiles"), "i32")
+    layout = k_patterns.box_layout(config["DEPTH"])
+    types["weight"] = f"tensordesc<bf16[{config['BN']}, {config['DEPTH']}],{layout!r}>"
+    values = {"N": D, "G": width, "N_G": F // width, "HAS_RESIDUAL": residual}
+    return k_patterns.pattern_kernel, types, values | config
+
+
 def main() -> None:
     """Compile everything."""
     kernels = {f"gemm_mn {width}": gemm_mn(width, False, "bf16") for width in (16, 128, 256)}
     kernels |= {f"gated_mlp_up {width}": gemm_mn(width, True, "fp16") for width in (64, 128)}
     kernels |= {f"gemm_k {width}": gemm_k(width, *ring) for width, ring in ((64, (4, 1)), (128, (3, 2)), (512, (3, 2)))}
+    kernels |= {f"pattern gated {width}": pattern_mn(width, True) for width in (16, 128)}
+    kernels |= {"pattern mn 16": pattern_mn(16, False)}
+    kernels |= {f"pattern k {width}": pattern_k(width, width == 128) for width in (16, 128)}
     found = {name: compiled(*kernel) for name, kernel in kernels.items()}
     print(json.dumps({"triton": triton.__version__, "kernels": found}))
 
