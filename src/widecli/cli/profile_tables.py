@@ -13,7 +13,7 @@ _FLAT = 1e-3  # share of a step below which a part is not shown
 
 
 def print_points(points: Sequence[Mapping[str, Any]], model: str, masks: str) -> None:
-    """Dense beside routed, each with the share of its bound that was reached."""
+    """Dense beside routed, each with the share of its bound that was reached; transformers where it was compared."""
     rows: list[dict[str, Value]] = []
     for point in points:
         row: dict[str, Value] = {key: point[key] for key in ("batch", "prompt", "sparsity", "group_size", "speedup")}
@@ -25,6 +25,8 @@ def print_points(points: Sequence[Mapping[str, Any]], model: str, masks: str) ->
             row[f"{side} joules"] = figures.get("joules_per_token")
             peak = figures.get("memory", {}).get("peak_bytes")
             row[f"{side} memory"] = None if peak is None else peak / 2**30
+        if theirs := point["hugging_face"]:
+            row |= {"theirs": theirs["p50_ms"], "over theirs": theirs["p50_ms"] / point["dense"]["p50_ms"]}
         rows.append(row)
     columns = [
         Column("phase", "phase"),
@@ -42,6 +44,10 @@ def print_points(points: Sequence[Mapping[str, Any]], model: str, masks: str) ->
             Column(f"{side} memory", "GiB", "figure", 4),
         ]
     columns.append(Column("speedup", "speed-up", "times"))
+    columns += [
+        Column("theirs", "transformers,\nms", "ms", 1),
+        Column("over theirs", "dense\nover it", "times", 1),
+    ]
     for row in rows:
         for side in ("dense", "routed"):
             rate = row[f"{side} rate"]

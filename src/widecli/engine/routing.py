@@ -41,7 +41,7 @@ class RandomMasks:
     """Every group is skipped with the same chance: for speed on models whose routers have learned nothing.
 
     The masks lie on the device and change with the decision and the row. They are drawn when a shape is first met, so a
-    graph needs one plain run before it is captured; `redraw` changes what later runs and replays see.
+    graph needs one plain run before it is captured; `redraw` and `skip` change what later runs and replays see.
     """
 
     def __init__(self, sparsity: float, seed: int = 0) -> None:
@@ -63,6 +63,16 @@ class RandomMasks:
         self.seed = seed
         for key in self._masks:
             self._draw(key)
+
+    def skip(self, sparsity: float) -> None:
+        """Masks that skip this share, in the same memory."""
+        if sparsity != self.sparsity:
+            self.sparsity = sparsity
+            self.redraw(self.seed)
+
+    def forget(self) -> None:
+        """Let go of the masks, when no session that met them runs any more."""
+        self._masks.clear()
 
     def _draw(self, key: tuple[int, int, int]) -> None:
         mask = self._masks[key]

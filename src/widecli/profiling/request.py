@@ -16,7 +16,7 @@ from widecli.engine.cache import free_bytes
 from widecli.errors import UsageError
 from widecli.model import checkpoint
 from widecli.model.backbone import default_device, load_shape, resolve_dtype
-from widecli.profiling import measurement
+from widecli.profiling import grid
 from widecli.profiling.bound import Phase, peaks_of
 from widecli.profiling.environment import gpus
 from widecli.profiling.subject import (
@@ -63,6 +63,7 @@ class Flags:
     energy: bool = False
     breakdown: bool = False
     throughput: bool = False
+    compare_hf: bool = False
     seconds: float = 5.0
 
 
@@ -125,12 +126,13 @@ class Request:
             outline, model = load_checkpoint(self.checkpoint, self.flags.dtype, sizes)
             subject = subject_of_checkpoint(outline, model, self.settings, words)
         elif self.flags.model is not None:
-            outline, weights = load_dense(self.flags.model, self.flags.dtype or "auto", self.settings.group_sizes)
-            subject = with_random_masks(outline, weights, self.settings)
+            outline, model = load_dense(self.flags.model, self.flags.dtype or "auto", self.settings.group_sizes)
+            assert model.backbone is not None
+            subject = with_random_masks(outline, model.weights, self.settings, model.backbone.model)
         else:
             subject = subject_of_shape(self.outline, self.config, self.settings)
         longest = max(self.settings.prompts)
-        subject.dense.check_length(measurement.capacity_of(self.settings, longest))
+        subject.dense.check_length(grid.capacity_of(self.settings, longest))
         return subject
 
     def facts(self, subject: Subject) -> dict[str, Any]:
@@ -184,9 +186,9 @@ def read(flags: Flags) -> Request:
     settings = _settings(flags, masks, sizes, outline)
     _refuse_too_long(outline, settings)
     if settings.throughput and flags.batch is None:
-        fits = measurement.fitting_batches(outline, settings, free_bytes(device), loaded=False)
+        fits = grid.fitting_batches(outline, settings, free_bytes(device), loaded=False)
         settings = dataclasses.replace(settings, batches=fits or settings.batches[:1])
-    measurement.check(outline, settings, loaded=False)
+    grid.check(outline, settings, loaded=False)
     return Request(flags, outline, settings, target, config)
 
 
@@ -233,12 +235,13 @@ def _settings(flags: Flags, masks: Masks, sizes: tuple[int, ...], outline: Outli
         energy=flags.energy,
         breakdown=flags.breakdown,
         throughput=flags.throughput,
+        compare_hf=flags.compare_hf,
         seconds=flags.seconds,
     )
 
 
 def _refuse_too_long(outline: Outline, settings: Settings) -> None:
-    longest = measurement.capacity_of(settings, max(settings.prompts))
+    longest = grid.capacity_of(settings, max(settings.prompts))
     if outline.max_tokens is not None and longest > outline.max_tokens:
         raise UsageError(
             f"prompts of {max(settings.prompts)} tokens and {longest - max(settings.prompts)} generated ones are more "

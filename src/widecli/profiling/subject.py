@@ -12,14 +12,14 @@ from torch import Tensor
 
 from widecli.engine.model import InferenceModel
 from widecli.engine.routing import RandomMasks
-from widecli.engine.weights import ModelWeights
+from widecli.engine.weights import ModelWeights, take_weights
 from widecli.errors import UsageError
 from widecli.model import checkpoint
 from widecli.model.backbone import load_backbone, resolve_dtype
 from widecli.model.plan import ModelShape, RoutingPlan
 from widecli.model.routed import build_routers
 from widecli.profiling.bound import Phase
-from widecli.profiling.shapes import config_of_shape, random_weights
+from widecli.profiling.shapes import config_of_shape, random_model
 from widecli.recipe.schema import ModelSection
 
 Masks = Literal["learned", "random"]
@@ -42,6 +42,7 @@ class Settings:
     energy: bool = False
     breakdown: bool = False
     throughput: bool = False
+    compare_hf: bool = False
     seconds: float = 5.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -64,11 +65,17 @@ class Outline:
 
 @dataclass(frozen=True)
 class Variant:
-    """One routed model. `sparsity` None = what its routers decide."""
+    """One routed model. `sparsity` None = what its routers decide; variants of one plan share model and `masks`."""
 
     sparsity: float | None
     plan: RoutingPlan
     model: InferenceModel
+    masks: RandomMasks | None = None
+
+    def prepare(self) -> None:
+        """Make the model's masks this variant's."""
+        if self.masks is not None and self.sparsity is not None:
+            self.masks.skip(self.sparsity)
 
     @property
     def label(self) -> str:
@@ -79,12 +86,13 @@ class Variant:
 
 @dataclass(frozen=True)
 class Subject:
-    """Everything loaded."""
+    """Everything loaded. `hugging_face`: the module whose weights these are."""
 
     outline: Outline
     dense: InferenceModel
     variants: tuple[Variant, ...]
     text: Tensor | None  # tokens of real text, where decisions depend on it
+    hugging_face: Any
 
     def prompts(self, batch: int, tokens: int) -> Tensor:
         """int64 [B, T] on the host: consecutive pieces of the text, from its beginning again at its end; or random."""
@@ -123,14 +131,14 @@ def outline_of_shape(name: str, dtype: str, device: torch.device, group_sizes: t
 
 def subject_of_shape(outline: Outline, config: Any, settings: Settings) -> Subject:
     """Random weights of that shape, and random masks."""
-    weights = random_weights(config, outline.device, outline.dtype)
-    return with_random_masks(outline, weights, settings)
+    model = random_model(config, outline.device, outline.dtype)
+    return with_random_masks(outline, take_weights(model), settings, model)
 
 
-def load_dense(name: str, dtype: str, group_sizes: tuple[int, ...]) -> tuple[Outline, ModelWeights]:
+def load_dense(name: str, dtype: str, group_sizes: tuple[int, ...]) -> tuple[Outline, InferenceModel]:
     """A dense model, to be measured with random masks."""
     model = InferenceModel.from_dense(load_backbone(ModelSection.model_validate({"name": name, "dtype": dtype})))
-    return _outline_of(name, model, random_plans(model.shape, group_sizes, None)), model.weights
+    return _outline_of(name, model, random_plans(model.shape, group_sizes, None)), model
 
 
 def load_checkpoint(
@@ -147,9 +155,9 @@ def load_checkpoint(
 
 def subject_of_checkpoint(outline: Outline, model: InferenceModel, settings: Settings, words: str) -> Subject:
     """The checkpoint on the text `words`, with its own decisions or (`settings.masks`) random ones."""
-    if settings.masks == "random":
-        return with_random_masks(outline, model.weights, settings)
     assert model.plan is not None and model.backbone is not None
+    if settings.masks == "random":
+        return with_random_masks(outline, model.weights, settings, model.backbone.model)
     needed = max(settings.batches) * max(settings.prompts)
     encoded = model.backbone.tokenizer(
         words[: _CHARACTERS_A_TOKEN * needed + 1000], add_special_tokens=False, verbose=False
@@ -158,18 +166,19 @@ def subject_of_checkpoint(outline: Outline, model: InferenceModel, settings: Set
         raise UsageError("the text has no tokens: name a longer one with --text")
     text = torch.tensor(encoded, dtype=torch.int64)
     variant = Variant(None, model.plan, model)
-    return Subject(outline, InferenceModel.from_dense(model.weights), (variant,), text)
+    dense = InferenceModel.from_dense(model.weights)
+    return Subject(outline, dense, (variant,), text, model.backbone.model)
 
 
-def with_random_masks(outline: Outline, weights: ModelWeights, settings: Settings) -> Subject:
+def with_random_masks(outline: Outline, weights: ModelWeights, settings: Settings, hugging_face: Any) -> Subject:
     """Any weights with routers that have learned nothing, each decision replaced by a random mask."""
     variants = []
     for plan in outline.plans:
-        routers = build_routers(plan, outline.shape).to(outline.device)
-        for sparsity in settings.sparsities:
-            masks = RandomMasks(sparsity)
-            variants.append(Variant(sparsity, plan, InferenceModel.from_routed(weights, plan, routers, masks)))
-    return Subject(outline, InferenceModel.from_dense(weights), tuple(variants), None)
+        masks = RandomMasks(settings.sparsities[0])
+        routers = build_routers(plan, outline.shape)
+        model = InferenceModel.from_routed(weights, plan, routers, masks)
+        variants += [Variant(sparsity, plan, model, masks) for sparsity in settings.sparsities]
+    return Subject(outline, InferenceModel.from_dense(weights), tuple(variants), None, hugging_face)
 
 
 def _outline_of(name: str, model: InferenceModel, plans: tuple[RoutingPlan, ...]) -> Outline:

@@ -196,6 +196,7 @@ def throughput_table(model: str, measured: Sequence[ThroughputPoint]) -> Table:
             "masks": point.masks,
             "dense": point.dense_ms,
             "routed": point.routed_ms,
+            "transformers": point.transformers_ms,
             "speedup": point.speedup,
             "runs": point.run,
         }
@@ -211,6 +212,7 @@ def throughput_table(model: str, measured: Sequence[ThroughputPoint]) -> Table:
         Column("masks", "masks", importance=3),
         Column("dense", "dense,\nms", "ms", 1),
         Column("routed", "routed,\nms", "ms", 1),
+        Column("transformers", "transformers,\nms", "ms", 1),
         Column("speedup", "speed-up", "times"),
         Column("runs", "runs", importance=2),
     )

@@ -72,7 +72,10 @@ def _line_name(point: Point, axis: Axis) -> str:
 
 @dataclass(frozen=True)
 class ThroughputPoint:
-    """One setting that a profile run measured; times in milliseconds (medians), `speedup` = dense / routed."""
+    """One setting that a profile run measured; times in milliseconds (medians), `speedup` = dense / routed.
+
+    `transformers_ms`: the same dense model through Hugging Face, where it was compared.
+    """
 
     model: str
     run: str
@@ -86,6 +89,7 @@ class ThroughputPoint:
     dense_ms: float | None
     routed_ms: float | None
     speedup: float
+    transformers_ms: float | None = None
 
     @property
     def label(self) -> str:
@@ -145,4 +149,5 @@ def _throughput_point(point: Mapping[str, Any], run: str, model: str, speedup: f
         dense_ms=median("dense"),
         routed_ms=median("routed"),
         speedup=speedup,
+        transformers_ms=median("hugging_face"),
     )
