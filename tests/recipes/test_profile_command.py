@@ -18,7 +18,7 @@ from widecli.profiling.hugging_face import HuggingFace
 SHAPE = ("--shape", "128x256x2", "--gen", 4, "--seconds", 0.01)
 TIMES = {"p50_ms", "p90_ms", "p99_ms", "min_ms", "mean_ms", "n"}
 POINT = {"phase", "batch", "prompt", "gen", "sparsity", "group_size", "masks", "skip_rate", "recorded", "speedup"}
-POINT |= {"dense", "routed", "hugging_face", "run"}
+POINT |= {"mode", "patterns", "dense", "routed", "hugging_face", "run"}
 ALWAYS = TIMES | {"tokens_per_second", "bound_ms", "bound_reached"}
 
 
@@ -121,6 +121,26 @@ def test_transformers_that_does_not_fit_is_said_and_left_out(wide: Wide, monkeyp
     done = wide("profile", *SHAPE, "--prompt", 8, "--compare-hf", "--overwrite", "--json")
     assert [point["hugging_face"] for point in done.document["points"]] == [None, None]
     assert any("no time to compile it" in note for note in done.document["notes"])
+
+
+def test_random_patterns_are_a_mode_of_their_own(wide: Wide, workplace: Path) -> None:
+    options = ("--prompt", 16, "--sparsity", "0.25,0.5", "--G", 16, "--breakdown", "--throughput", "--batch", 2)
+    done = wide("profile", *SHAPE, *options, "--patterns", 12, "--json")
+    assert done.code == 0, done.err
+    assert [(point["phase"], point["sparsity"]) for point in done.document["points"]] == [
+        (phase, sparsity) for phase in ("ttft", "tpot") for sparsity in (0.25, 0.5)
+    ]
+    for point in done.document["points"]:
+        check_point(point, {"breakdown_ms", "bound_parts_ms"})
+        assert (point["mode"], point["patterns"], point["masks"]) == ("patterns", 12, "random")
+        assert point["skip_rate"]["ffn"] == pytest.approx(point["sparsity"], abs=0.15)
+    assert "12 patterns" in done.err
+    for options in (("--tpot",), ("--tpot", "--patterns", 12)):
+        assert wide("profile", *SHAPE, "--prompt", 16, "--G", 16, *options).code == 0
+    report = wide("report", "--format", "csv,md", "--out", "out")
+    assert report.code == 0, report.err
+    tables = "".join(path.read_text() for path in (workplace / "out").rglob("*.csv"))
+    assert "patterns" in tables and "wide" in tables
 
 
 def test_memory_energy_breakdown_and_throughput(wide: Wide) -> None:
@@ -256,8 +276,10 @@ def test_a_finished_run_is_not_replaced_unasked(wide: Wide) -> None:
         (("--shape", "128x256x2", "--masks", "learned"), ["no routers", "--masks random"]),
         (("--shape", "128x256x2", "--masks", "real"), ["learned or random", "'real'"]),
         (("--shape", "128x256x2", "--dtype", "int8"), ["--dtype", "bfloat16", "'int8'"]),
+        (("--shape", "128x256x2", "--patterns", "0"), ["--patterns", "1 or more", "got 0"]),
+        (("--shape", "128x256x2", "--patterns", "17"), ["4 groups have 16 patterns", "17"]),
         (("nowhere",), ["nowhere", "neither a checkpoint"]),
-        (("calibrated", "--sparsity", "0.5"), ["--sparsity and --G need --masks random"]),
+        (("calibrated", "--sparsity", "0.5"), ["--sparsity, --G and --patterns need --masks random"]),
         (("calibrated", "--prompt", "200"), ["216", "128"]),
         (("calibrated", "--text", "missing.txt"), ["missing.txt"]),
     ],

@@ -46,6 +46,12 @@ Sparsity = Annotated[
     str | None, typer.Option("--sparsity", help="Shares skipped by random masks: 0,0.5.", rich_help_panel=_GRID)
 ]
 GroupSize = Annotated[str | None, typer.Option("--G", help="FFN channels in a group: 64,128.", rich_help_panel=_GRID)]
+Patterns = Annotated[
+    int | None,
+    typer.Option(
+        "--patterns", help="Random FFN masks are one of so many patterns.", rich_help_panel=_GRID, show_default=False
+    ),
+]
 MasksOption = Annotated[
     str | None,
     typer.Option(
@@ -73,6 +79,7 @@ def profile(
     gen: Gen = None,
     sparsity: Sparsity = None,
     group_size: GroupSize = None,
+    patterns: Patterns = None,
     masks: MasksOption = None,
     text: Text = "pydoc-topics",
     dtype: Dtype = None,
@@ -105,6 +112,7 @@ def profile(
             gen=gen,
             sparsity=sparsity,
             group_size=group_size,
+            patterns=patterns,
             ttft=ttft,
             tpot=tpot,
             memory=memory,
@@ -208,7 +216,9 @@ def run_profile(
     def done(point: dict[str, Any]) -> None:
         nonlocal logged
         point["run"] = str(run.path)
-        figures = {f"{point['phase']} {key}": point[key] for key in ("batch", "prompt", "sparsity", "group_size")}
+        figures = {
+            f"{point['phase']} {key}": point[key] for key in ("batch", "prompt", "sparsity", "group_size", "patterns")
+        }
         figures |= {f"{point['phase']} {side}": point[side]["p50_ms"] for side in ("dense", "routed")}
         figures[f"{point['phase']} speedup"] = point["speedup"]
         run.log(logged, **figures)

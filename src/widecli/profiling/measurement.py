@@ -312,6 +312,8 @@ class Cell:
             "sparsity": sparsity,
             "group_size": variant.plan.ffn_group_size,
             "masks": self._settings.masks,
+            "mode": variant.plan.mode,
+            "patterns": variant.plan.patterns.count if variant.plan.patterns else None,
             "skip_rate": {"attention": seen.attention, "ffn": seen.ffn, "mean": seen.mean} if seen else None,
             "recorded": self._is_recorded(phase),
             "dense": dense,
@@ -349,7 +351,7 @@ def _fill(session: Session) -> None:
 
 def saturation(points: Sequence[Point]) -> list[dict[str, Any]]:
     """The most tokens a second over all batch sizes, and at which batch, for each phase, prompt and variant."""
-    keys = ("phase", "prompt", "group_size", "masks")
+    keys = ("phase", "prompt", "group_size", "masks", "mode", "patterns")
     groups: dict[tuple[Any, ...], list[Point]] = {}
     for point in points:
         # a learned rate differs a little with the batch: one variant all the same

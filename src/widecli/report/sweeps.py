@@ -90,13 +90,16 @@ class ThroughputPoint:
     routed_ms: float | None
     speedup: float
     transformers_ms: float | None = None
+    mode: str | None = None
+    patterns: float | None = None
 
     @property
     def label(self) -> str:
         """The setting in one line."""
         sparsity = "" if self.sparsity is None else f", S {100 * self.sparsity:.4g} %"
         setting = f"batch {self.shown('batch')}, prompt {self.shown('prompt')}{sparsity}"
-        return f"{self.phase.upper()}, {setting}, {self.masks} masks"
+        patterns = "" if self.patterns is None else f", {self.patterns:g} patterns"
+        return f"{self.phase.upper()}, {setting}{patterns}, {self.masks} masks"
 
     @property
     def times(self) -> str:
@@ -127,7 +130,7 @@ def throughput(runs: Iterable[StoredRun], models: Mapping[str, str]) -> list[Thr
 
 
 def _order(point: ThroughputPoint) -> tuple[str | float, ...]:
-    sizes = (point.prompt, point.batch, point.sparsity, point.group_size)
+    sizes = (point.prompt, point.batch, point.patterns, point.sparsity, point.group_size)
     return (point.model, point.phase, *(size or 0.0 for size in sizes))
 
 
@@ -150,4 +153,6 @@ def _throughput_point(point: Mapping[str, Any], run: str, model: str, speedup: f
         routed_ms=median("routed"),
         speedup=speedup,
         transformers_ms=median("hugging_face"),
+        mode=point.get("mode"),
+        patterns=number(point.get("patterns")),
     )
