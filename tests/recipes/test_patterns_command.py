@@ -105,11 +105,19 @@ def test_a_second_stage_starts_from_a_converted_checkpoint(wide: Wide, converted
     again.refused_with("has patterns already (3, parts ffn)")
 
 
-@pytest.mark.parametrize("update", ["routing.pattern_update=learned", "routing.pattern_update=refit"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["routing.pattern_update=learned"],
+        ["routing.pattern_update=refit"],
+        ["routing.pattern_update=learned", "routing.pattern_after=0.6"],  # stopped before patterns decide
+        ["routing.pattern_after=0.3"],  # and after
+    ],
+)
 def test_n_steps_then_n_more_equal_2n_steps_bit_for_bit(
-    wide: Wide, tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, update: str
+    wide: Wide, tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, how: list[str]
 ) -> None:
-    arguments = ("calibrate", tiny_recipe, *PATTERNS, update, "routing.pattern_refit_every=3")
+    arguments = ("calibrate", tiny_recipe, *PATTERNS, *how, "routing.pattern_refit_every=3")
     done = wide(*arguments, "--run-dir", "whole", "--json")
     assert done.code == 0, done.err
     with monkeypatch.context() as patch:

@@ -1,9 +1,6 @@
-"""Element-wise steps that a GPU should do in one pass each: compiled there, plain torch on a CPU."""
+"""Element-wise steps that should take one pass over memory: Triton on a GPU, plain torch on a CPU."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -13,7 +10,12 @@ from wide_kernels.activations import activate
 
 def activate_gate(gate_up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up of the fused projection [rows, 2 D'] -> [rows, D']."""
-    return _run(_activate_gate, gate_up, activation)
+    if gate_up.is_cuda:
+        from widecli.engine import fused_triton
+
+        return fused_triton.activate_gate(gate_up, activation)
+    gate, up = gate_up.chunk(2, -1)
+    return activate(gate, activation) * up
 
 
 def rotate_and_store(
@@ -22,36 +24,19 @@ def rotate_and_store(
     """Rotate q and k, put k and v into the cache; returns the rotated q.
 
     q [rows, H_q, d], k and v [rows, H_k, d], cos and sin [rows, d]; row r goes to `slots[r]` (int64) of the caches
-    [all slots, H_k, d].
+    [all slots, H_k, d], which are contiguous.
     """
-    return _run(_rotate_and_store, q, k, v, cos, sin, k_slots, v_slots, slots)
+    if q.is_cuda:
+        from widecli.engine import fused_triton
 
-
-def _activate_gate(gate_up: Tensor, activation: str) -> Tensor:
-    gate, up = gate_up.chunk(2, -1)
-    return activate(gate, activation) * up
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [rows, H, d]; cos and sin [rows, 1, d]. The second half of d holds the partners of the first."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
-
-
-def _rotate_and_store(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_slots: Tensor, v_slots: Tensor, slots: Tensor
-) -> Tensor:
+        return fused_triton.rotate_and_store(q, k, v, cos, sin, k_slots, v_slots, slots)
     cos, sin = cos[:, None], sin[:, None]
     k_slots.index_copy_(0, slots, _rotate(k, cos, sin))
     v_slots.index_copy_(0, slots, v)
     return _rotate(q, cos, sin)
 
 
-def _run(function: Callable[..., Tensor], first: Tensor, *rest: object) -> Tensor:
-    return (_compiled(function) if first.is_cuda else function)(first, *rest)
-
-
-@cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    # dynamic: one kernel for all prompt lengths
-    return torch.compile(function, dynamic=True)
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [rows, H, d]; cos and sin [rows, 1, d]. The second half of d holds the partners of the first."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin

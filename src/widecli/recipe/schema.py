@@ -84,6 +84,9 @@ class RoutingSection(Section):
     pattern_start: Literal["converted", "random"] = Field(
         "converted", description="converted = fitted to the started routers' decisions; random = drawn"
     )
+    pattern_after: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="share of the steps in which groups decide by themselves, before patterns are fitted to them"
+    )
     pattern_update: Literal["fixed", "learned", "refit"] = Field(
         "fixed",
         description="fixed = as they start; learned = by gradient; refit = fitted again every refit_every steps",

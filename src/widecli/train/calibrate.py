@@ -34,8 +34,15 @@ def prepare(recipe: Recipe, recipe_hash: str, run: Run, note: Note, offline: boo
     backbone, tokens = load_material(recipe, note, offline)
     plan, budget = check_plan(recipe, backbone)
     routed = RoutedModel.attach(backbone.model, plan, seed=recipe.train.seed)
-    trainables = Trainables(refit_patterns_every=set_up_patterns(routed, recipe.routing))
+    trainables = Trainables(
+        refit_patterns_every=set_up_patterns(routed, recipe.routing), fit_patterns_at=_bits_steps(recipe)
+    )
     return Job(recipe, recipe_hash, run, backbone, tokens, routed, budget, trainables, recipe.train.seed)
+
+
+def _bits_steps(recipe: Recipe) -> int:
+    """Steps before patterns decide; always fewer than all."""
+    return int(recipe.routing.pattern_after * recipe.train.steps) if recipe.routing.mode == "patterns" else 0
 
 
 def warm_start_batches(job: Job) -> list[Batch]:
@@ -48,7 +55,8 @@ def warm_start_batches(job: Job) -> list[Batch]:
 
 def _start_routers(job: Job, reporter: Reporter) -> None:
     recipe, routed = job.recipe, job.routed
-    calibrated, has_patterns = recipe.routing.warm_start == "closed_form", len(routed.codebooks) > 0
+    calibrated = recipe.routing.warm_start == "closed_form"
+    has_patterns = len(routed.codebooks) > 0 and not job.trainables.fit_patterns_at  # else they come later
     if not calibrated and not (has_patterns and recipe.routing.pattern_start == "converted"):
         return
     batches = warm_start_batches(job)

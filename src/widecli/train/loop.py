@@ -7,7 +7,7 @@ One step = forward and backward over the micro-batches of one global batch, one 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from widecli.model import patterns
 from widecli.model.budget import Budget
 from widecli.model.gate import Gumbel, logistic_noise, noise_seed
 from widecli.model.loss import distillation_loss, next_token_loss
-from widecli.model.pattern_fit import fit_codebooks
+from widecli.model.pattern_fit import ROUNDS, fit_codebooks
 from widecli.model.routed import RoutedModel
 from widecli.model.thresholds import collect_margins
 from widecli.train.schedules import budget_share, learning_rate, temperature
@@ -33,6 +33,7 @@ Fetch = Callable[[int, Sequence[int]], tuple[Tensor, Tensor | None]]
 """(step, rows of the global batch) -> input ids [B, T] and validity mask [B, T] or None, on the CPU."""
 
 _SCALING_ROWS = 4
+FIT_TOKENS = 32768
 REFIT_TOKENS = 16384
 REFIT_ROUNDS = 5
 CPU_MICRO_TOKENS = 4096  # a CPU has no out-of-memory error to back off from
@@ -64,6 +65,7 @@ class Trainables:
     adapter_learning_rate: float = 0.0
     distill: bool = False
     refit_patterns_every: int | None = None  # steps; None = the codebooks stay, or learn where they have a latent
+    fit_patterns_at: int = 0  # before this step groups decide by themselves, then patterns are fitted to them
 
 
 ROUTERS_ALONE = Trainables()
@@ -114,7 +116,7 @@ class Trainer:
         self.micro_batch_size = settings.micro_batch_size or self._first_micro_batch_size(sequence_length)
         self.compiled = self.device.type == "cuda" if settings.compile == "auto" else settings.compile
         self._temperature = torch.zeros((), device=self.device)
-        self._gradients_checked = False
+        self._unchecked = set(self.parameters)  # no gradient seen yet
 
     def _first_micro_batch_size(self, sequence_length: int) -> int:
         if self.device.type == "cuda":
@@ -160,11 +162,17 @@ class Trainer:
 
         Records come in blocks on a GPU: reading a loss waits for the device, so it happens every tenth step.
         """
-        with self._training():
+        with self._training(), ExitStack() as bits:
+            fit_at = self.trainables.fit_patterns_at
+            if first < fit_at:
+                bits.enter_context(self.routed.bits())
             pending: list[tuple[int, Tensor]] = []
             started = time.perf_counter()
             tokens = 0
             for step in range(first, last):
+                if fit_at and step == fit_at:
+                    self._fit_patterns(step, anew=True)
+                    bits.close()
                 measured, count = self._step(step)
                 tokens += count
                 pending.append((step, measured))
@@ -217,8 +225,8 @@ class Trainer:
             group["lr"] = self._learning_rate(step, group["peak"])
         self._temperature.fill_(self._temperature_at(step))
         every = self.trainables.refit_patterns_every
-        if every and step and step % every == 0:
-            self._refit_patterns(step)
+        if every and step > self.trainables.fit_patterns_at and step % every == 0:
+            self._fit_patterns(step)
         while True:
             try:
                 measured, tokens = self._accumulate(step)
@@ -232,16 +240,20 @@ class Trainer:
                     ) from error
             self.micro_batch_size = (self.micro_batch_size + 1) // 2  # outside `except`: the error holds tensors alive
             torch.cuda.empty_cache()
-        if not self._gradients_checked:
-            self._check_gradients()
+        waiting = patterns.parameters(self.routed.codebooks) if step < self.trainables.fit_patterns_at else {}
+        if self._unchecked:
+            self._check_gradients(waiting)
+        for name in waiting.keys() & self.parameters.keys():  # they are part of the state from the first step on
+            self.parameters[name].grad = torch.zeros_like(self.parameters[name])
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return torch.cat([measured, norm.detach().reshape(1).float()]), tokens
 
-    def _refit_patterns(self, step: int) -> None:
+    def _fit_patterns(self, step: int, anew: bool = False) -> None:
         """Fit the codebooks to what the routers say now, on the first tokens of the step that follows."""
-        rows = range(min(self.settings.batch_size, max(1, REFIT_TOKENS // self._sequence_length)))
+        tokens = FIT_TOKENS if anew else REFIT_TOKENS
+        rows = range(min(self.settings.batch_size, max(1, tokens // self._sequence_length)))
         self.routed.set_gate(None)
         batches = []
         for start in range(0, len(rows), self.micro_batch_size):
@@ -250,7 +262,7 @@ class Trainer:
         # hooks that read margins are no part of the compiled layers
         with torch.compiler.set_stance("force_eager"):
             z = collect_margins(self.routed, batches)
-        fit_codebooks(self.routed, z, self.settings.seed, REFIT_ROUNDS, refit=True)
+        fit_codebooks(self.routed, z, self.settings.seed, ROUNDS if anew else REFIT_ROUNDS, refit=not anew)
 
     def _accumulate(self, step: int) -> tuple[Tensor, int]:
         """Backward over the whole batch; returns [LM loss, budget distance, both rates, divergence] and its tokens."""
@@ -316,16 +328,17 @@ class Trainer:
         return budget.scaled(budget_share(step, steps, budget.start_share, budget.ramp_ratio))
 
     @torch.no_grad()
-    def _check_gradients(self) -> None:
-        """Every trainable tensor must have got a gradient in the first step: a broken graph is silent otherwise.
+    def _check_gradients(self, waiting: Collection[str]) -> None:
+        """Every trainable tensor must have got a gradient in its first step: a broken graph is silent otherwise.
 
         The adapter's may be zero here and there: its A matrices start with B = 0, and a layer can skip a whole part.
+        Those `waiting`, patterns that are not in use yet, are asked later.
         """
-        grads = {name: p.grad for name, p in self.parameters.items()}
+        grads = {name: p.grad for name, p in self.parameters.items() if name in self._unchecked - set(waiting)}
         missing = [n for n, g in grads.items() if g is None or not (n.startswith("adapter.") or bool(g.any()))]
         adapted = [g for n, g in grads.items() if n.startswith("adapter.") and g is not None]
         if adapted and not any(bool(g.any()) for g in adapted):
             missing.append("the adapter")
         if missing:
             raise WideError(f"no gradient reached {', '.join(missing[:5])} ({len(missing)} tensors); this is a bug")
-        self._gradients_checked = True
+        self._unchecked &= set(waiting)
