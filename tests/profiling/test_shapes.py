@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from widecli.engine.model import InferenceModel
+from widecli.engine.weights import take_weights
 from widecli.errors import UsageError
 from widecli.model.plan import ModelShape
 from widecli.model.shapes import SHAPES
-from widecli.profiling.shapes import config_of_shape, random_weights
+from widecli.profiling.shapes import config_of_shape, random_model
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -40,7 +41,7 @@ def test_random_weights_are_those_of_the_family(family: str) -> None:
     config.num_hidden_layers, config.layer_types = 2, ["full_attention"] * 2
     config.hidden_size, config.intermediate_size, config.vocab_size = 64, 96, 100
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 16
-    weights = random_weights(config, torch.device("cpu"), torch.float32)
+    weights = take_weights(random_model(config, torch.device("cpu"), torch.float32))
     tied = weights.lm_head.weight.data_ptr() == weights.embedding.data_ptr()
     assert tied == (family == "llama-3.2-1b")
     assert (weights.layers[0].query_norm is not None) == (family == "qwen3-8b")

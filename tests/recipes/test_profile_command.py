@@ -9,18 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from whole_commands import Outcome, Wide
 
-from widecli.profiling import energy, memory
+from widecli.profiling import energy, measurement, memory
+from widecli.profiling.hugging_face import HuggingFace
 
 SHAPE = ("--shape", "128x256x2", "--gen", 4, "--seconds", 0.01)
 TIMES = {"p50_ms", "p90_ms", "p99_ms", "min_ms", "mean_ms", "n"}
+POINT = {"phase", "batch", "prompt", "gen", "sparsity", "group_size", "masks", "skip_rate", "recorded", "speedup"}
+POINT |= {"mode", "patterns", "dense", "routed", "hugging_face", "run"}
 ALWAYS = TIMES | {"tokens_per_second", "bound_ms", "bound_reached"}
 
 
-def check_point(point: dict[str, Any], extra: frozenset[str] | set[str] = frozenset()) -> None:
+def check_point(
+    point: dict[str, Any], extra: frozenset[str] | set[str] = frozenset(), *, compared: bool = False
+) -> None:
     """The documented form."""
     assert list(point)[:7] == ["phase", "batch", "prompt", "gen", "sparsity", "group_size", "masks"]
+    assert set(point) == POINT
+    assert (point["hugging_face"] is not None) == compared
+    if compared:
+        assert set(point["hugging_face"]) == TIMES | {"tokens_per_second", "attention", "compiled", "in_turn"}
     assert point["recorded"] is False  # no GPU, no graphs
     assert point["phase"] in ("ttft", "tpot") and point["masks"] in ("learned", "random")
     for side in ("dense", "routed"):
@@ -41,7 +51,7 @@ def test_a_shape_over_a_grid(wide: Wide, workplace: Path) -> None:
     document = done.document
     assert document["schema"] == "wide.summary/1" and document["command"] == "profile"
     assert (document["device"], document["dtype"], document["plan"]) == ("cpu", "float32", None)
-    assert document["peaks"]["source"] == "measured"
+    assert document["peaks"]["source"] == "measured" and document["points_schema"] == "wide.points/2"
     points = document["points"]
     keys = ("phase", "batch", "prompt", "sparsity", "group_size")
     assert [tuple(point[key] for key in keys) for point in points] == [
@@ -71,6 +81,66 @@ def test_a_shape_over_a_grid(wide: Wide, workplace: Path) -> None:
     assert report.code == 0, report.err
     tables = "".join(path.read_text() for path in (workplace / "out").rglob("*.csv"))
     assert tables.count("TTFT") == tables.count("TPOT") == 8
+
+
+@pytest.mark.parametrize("fits", [True, False], ids=["in turn", "alone"])
+def test_transformers_stands_beside_where_asked(
+    wide: Wide, workplace: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    monkeypatch.setattr(measurement, "fits_beside", lambda *arguments: fits)
+    done = wide("profile", *SHAPE, "--batch", 2, "--prompt", 8, "--sparsity", "0,0.5", "--compare-hf", "--json")
+    assert done.code == 0, done.err
+    points = done.document["points"]
+    assert len(points) == 4
+    for point in points:
+        check_point(point, compared=True)
+        theirs = point["hugging_face"]
+        assert theirs["in_turn"] is fits and theirs["compiled"] is False and theirs["attention"] is None
+        assert theirs["n"] >= 3 * (1 if point["phase"] == "ttft" else 3)
+        tokens = 2 * (8 if point["phase"] == "ttft" else 1)
+        assert theirs["tokens_per_second"] == pytest.approx(1e3 * tokens / theirs["p50_ms"])
+    assert points[0]["hugging_face"] == points[1]["hugging_face"] != points[2]["hugging_face"]
+    report = wide("report", "--format", "csv", "--out", "out")
+    assert report.code == 0, report.err
+    tables = "".join(path.read_text() for path in (workplace / "out").rglob("*.csv"))
+    assert "transformers" in tables
+
+
+def test_transformers_that_does_not_fit_is_said_and_left_out(wide: Wide, monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_token(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(HuggingFace, "first_token", first_token)
+    monkeypatch.setattr(HuggingFace, "may_set_up", property(lambda self: True))
+    done = wide("profile", *SHAPE, "--prompt", 8, "--compare-hf", "--json")
+    assert done.code == 0, done.err
+    first, further = done.document["points"]
+    assert first["hugging_face"] is None and further["hugging_face"]["n"] >= 9
+    assert "transformers, TTFT at batch 1, prompt 8: out of memory" in done.document["notes"]
+    monkeypatch.setattr(HuggingFace, "may_set_up", property(lambda self: False))
+    done = wide("profile", *SHAPE, "--prompt", 8, "--compare-hf", "--overwrite", "--json")
+    assert [point["hugging_face"] for point in done.document["points"]] == [None, None]
+    assert any("no time to compile it" in note for note in done.document["notes"])
+
+
+def test_random_patterns_are_a_mode_of_their_own(wide: Wide, workplace: Path) -> None:
+    options = ("--prompt", 16, "--sparsity", "0.25,0.5", "--G", 16, "--breakdown", "--throughput", "--batch", 2)
+    done = wide("profile", *SHAPE, *options, "--patterns", 12, "--json")
+    assert done.code == 0, done.err
+    assert [(point["phase"], point["sparsity"]) for point in done.document["points"]] == [
+        (phase, sparsity) for phase in ("ttft", "tpot") for sparsity in (0.25, 0.5)
+    ]
+    for point in done.document["points"]:
+        check_point(point, {"breakdown_ms", "bound_parts_ms"})
+        assert (point["mode"], point["patterns"], point["masks"]) == ("patterns", 12, "random")
+        assert point["skip_rate"]["ffn"] == pytest.approx(point["sparsity"], abs=0.15)
+    assert "12 patterns" in done.err
+    for options in (("--tpot",), ("--tpot", "--patterns", 12)):
+        assert wide("profile", *SHAPE, "--prompt", 16, "--G", 16, *options).code == 0
+    report = wide("report", "--format", "csv,md", "--out", "out")
+    assert report.code == 0, report.err
+    tables = "".join(path.read_text() for path in (workplace / "out").rglob("*.csv"))
+    assert "patterns" in tables and "wide" in tables
 
 
 def test_memory_energy_breakdown_and_throughput(wide: Wide) -> None:
@@ -206,8 +276,10 @@ def test_a_finished_run_is_not_replaced_unasked(wide: Wide) -> None:
         (("--shape", "128x256x2", "--masks", "learned"), ["no routers", "--masks random"]),
         (("--shape", "128x256x2", "--masks", "real"), ["learned or random", "'real'"]),
         (("--shape", "128x256x2", "--dtype", "int8"), ["--dtype", "bfloat16", "'int8'"]),
+        (("--shape", "128x256x2", "--patterns", "0"), ["--patterns", "1 or more", "got 0"]),
+        (("--shape", "128x256x2", "--patterns", "17"), ["4 groups have 16 patterns", "17"]),
         (("nowhere",), ["nowhere", "neither a checkpoint"]),
-        (("calibrated", "--sparsity", "0.5"), ["--sparsity and --G need --masks random"]),
+        (("calibrated", "--sparsity", "0.5"), ["--sparsity, --G and --patterns need --masks random"]),
         (("calibrated", "--prompt", "200"), ["216", "128"]),
         (("calibrated", "--text", "missing.txt"), ["missing.txt"]),
     ],

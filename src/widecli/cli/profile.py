@@ -35,6 +35,10 @@ Breakdown = Annotated[bool, typer.Option("--breakdown", help="Time of each part 
 Throughput = Annotated[
     bool, typer.Option("--throughput", help="Most tokens a second over batch sizes.", rich_help_panel=_GRID)
 ]
+CompareHf = Annotated[
+    bool,
+    typer.Option("--compare-hf", help="Beside the same dense model in transformers.", rich_help_panel=_GRID),
+]
 Batch = Annotated[str | None, typer.Option("--batch", help="Batch sizes: 1,8,32.", rich_help_panel=_GRID)]
 Prompt = Annotated[str | None, typer.Option("--prompt", help="Prompt tokens: 1024,16384.", rich_help_panel=_GRID)]
 Gen = Annotated[int | None, typer.Option("--gen", help="Tokens generated.", rich_help_panel=_GRID)]
@@ -42,6 +46,12 @@ Sparsity = Annotated[
     str | None, typer.Option("--sparsity", help="Shares skipped by random masks: 0,0.5.", rich_help_panel=_GRID)
 ]
 GroupSize = Annotated[str | None, typer.Option("--G", help="FFN channels in a group: 64,128.", rich_help_panel=_GRID)]
+Patterns = Annotated[
+    int | None,
+    typer.Option(
+        "--patterns", help="Random FFN masks are one of so many patterns.", rich_help_panel=_GRID, show_default=False
+    ),
+]
 MasksOption = Annotated[
     str | None,
     typer.Option(
@@ -63,11 +73,13 @@ def profile(
     energy: Energy = False,
     breakdown: Breakdown = False,
     throughput: Throughput = False,
+    compare_hf: CompareHf = False,
     batch: Batch = None,
     prompt: Prompt = None,
     gen: Gen = None,
     sparsity: Sparsity = None,
     group_size: GroupSize = None,
+    patterns: Patterns = None,
     masks: MasksOption = None,
     text: Text = "pydoc-topics",
     dtype: Dtype = None,
@@ -100,12 +112,14 @@ def profile(
             gen=gen,
             sparsity=sparsity,
             group_size=group_size,
+            patterns=patterns,
             ttft=ttft,
             tpot=tpot,
             memory=memory,
             energy=energy,
             breakdown=breakdown,
             throughput=throughput,
+            compare_hf=compare_hf,
             seconds=seconds,
         )
         if checkpoint is None and shape is None and model is None:
@@ -144,7 +158,7 @@ def _text(name: str, data_root: str | None, offline: bool) -> str:
 def describe(request: Request) -> dict[str, Any]:
     """What would be measured: memory, bounds and time; allocates nothing."""
     from widecli.cli.cost_card import duration
-    from widecli.profiling.measurement import estimates, expected_seconds
+    from widecli.profiling.grid import estimates, expected_seconds
 
     outline, settings = request.outline, request.settings
     seconds = expected_seconds(outline, settings)
@@ -174,7 +188,8 @@ def run_profile(
     """Measure into a run directory of its own; returns the summary."""
     from widecli.cli.cost_card import duration
     from widecli.cli.profile_tables import print_breakdown, print_points, print_saturation
-    from widecli.profiling.measurement import expected_seconds, measure, saturation
+    from widecli.profiling.grid import expected_seconds
+    from widecli.profiling.measurement import POINTS_SCHEMA, measure, saturation
     from widecli.track.run import Run
     from widecli.track.wandb import start_wandb
 
@@ -201,7 +216,9 @@ def run_profile(
     def done(point: dict[str, Any]) -> None:
         nonlocal logged
         point["run"] = str(run.path)
-        figures = {f"{point['phase']} {key}": point[key] for key in ("batch", "prompt", "sparsity", "group_size")}
+        figures = {
+            f"{point['phase']} {key}": point[key] for key in ("batch", "prompt", "sparsity", "group_size", "patterns")
+        }
         figures |= {f"{point['phase']} {side}": point[side]["p50_ms"] for side in ("dense", "routed")}
         figures[f"{point['phase']} speedup"] = point["speedup"]
         run.log(logged, **figures)
@@ -211,7 +228,8 @@ def run_profile(
     try:
         points = measure(subject, request.settings, note, remark, done)
         most = saturation(points) if request.settings.throughput else None
-        summary = run.write_summary({**request.facts(subject), "points": points, "throughput": most, "notes": notes})
+        found = {"points_schema": POINTS_SCHEMA, "points": points, "throughput": most, "notes": notes}
+        summary = run.write_summary({**request.facts(subject), **found})
         tracker.summarise({"points": len(points)})
         exit_code = 0
     finally:

@@ -13,11 +13,11 @@ _FLAT = 1e-3  # share of a step below which a part is not shown
 
 
 def print_points(points: Sequence[Mapping[str, Any]], model: str, masks: str) -> None:
-    """Dense beside routed, each with the share of its bound that was reached."""
+    """Dense beside routed, each with the share of its bound that was reached; transformers where it was compared."""
     rows: list[dict[str, Value]] = []
     for point in points:
         row: dict[str, Value] = {key: point[key] for key in ("batch", "prompt", "sparsity", "group_size", "speedup")}
-        row["phase"] = point["phase"].upper()
+        row |= {"phase": point["phase"].upper(), "patterns": point["patterns"]}
         for side in ("dense", "routed"):
             figures = point[side]
             row |= {side: figures["p50_ms"], f"{side} reached": figures["bound_reached"]}
@@ -25,6 +25,8 @@ def print_points(points: Sequence[Mapping[str, Any]], model: str, masks: str) ->
             row[f"{side} joules"] = figures.get("joules_per_token")
             peak = figures.get("memory", {}).get("peak_bytes")
             row[f"{side} memory"] = None if peak is None else peak / 2**30
+        if theirs := point["hugging_face"]:
+            row |= {"theirs": theirs["p50_ms"], "over theirs": theirs["p50_ms"] / point["dense"]["p50_ms"]}
         rows.append(row)
     columns = [
         Column("phase", "phase"),
@@ -32,6 +34,7 @@ def print_points(points: Sequence[Mapping[str, Any]], model: str, masks: str) ->
         Column("prompt", "prompt", "count"),
         Column("sparsity", "S, %", "percent"),
         Column("group_size", "G", "count"),
+        Column("patterns", "patterns", "count"),
     ]
     for side in ("dense", "routed"):
         columns += [
@@ -42,6 +45,10 @@ def print_points(points: Sequence[Mapping[str, Any]], model: str, masks: str) ->
             Column(f"{side} memory", "GiB", "figure", 4),
         ]
     columns.append(Column("speedup", "speed-up", "times"))
+    columns += [
+        Column("theirs", "transformers,\nms", "ms", 1),
+        Column("over theirs", "dense\nover it", "times", 1),
+    ]
     for row in rows:
         for side in ("dense", "routed"):
             rate = row[f"{side} rate"]
@@ -82,7 +89,8 @@ def print_saturation(most: Sequence[Mapping[str, Any]]) -> None:
             for side in ("dense", "routed")
         )
         what = "prefill" if entry["phase"] == "ttft" else "decode"
-        note(f"{what}, prompt {entry['prompt']}, {rate}, G {entry['group_size']}: {sides}, {entry['speedup']:.2f}x")
+        groups = f"G {entry['group_size']}" + (f", {entry['patterns']} patterns" if entry["patterns"] else "")
+        note(f"{what}, prompt {entry['prompt']}, {rate}, {groups}: {sides}, {entry['speedup']:.2f}x")
 
 
 def _milliseconds(value: float | None) -> str | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,7 +20,8 @@ from widecli.engine.weights import LayerWeights, Linear, ModelWeights, Norm
 class Layer:
     """Runs one layer. `attention` and `ffn` are its decisions, None = that part is dense.
 
-    `shared`: the attention's decision serves the FFN too (layer mode).
+    `shared`: the attention's decision serves the FFN too (layer mode). `segments`: equal runs of FFN groups that have
+    patterns of their own each.
     """
 
     def __init__(
@@ -27,6 +31,7 @@ class Layer:
         attention: Decision | None = None,
         ffn: Decision | None = None,
         shared: bool = False,
+        segments: int = 1,
     ) -> None:
         self.index = index
         self.weights: LayerWeights = model.layers[index]
@@ -40,8 +45,11 @@ class Layer:
         width = shape.num_attention_heads * shape.head_dim
         self._q = self.weights.qkv.rows(0, width)
         self._kv = self.weights.qkv.rows(width, self.weights.qkv.weight.shape[0])
-        self._gate = self.weights.gate_up.rows(0, shape.intermediate_size)
-        self._up = self.weights.gate_up.rows(shape.intermediate_size, 2 * shape.intermediate_size)
+        self._whole = _ffn_part(self.weights, 0, shape.intermediate_size)
+        width = shape.intermediate_size // segments
+        self._parts = [self._whole]
+        if segments > 1:
+            self._parts = [_ffn_part(self.weights, i * width, (i + 1) * width) for i in range(segments)]
 
     def run(self, x: Tensor, step: Step) -> Tensor:
         """x [rows, D] -> [rows, D]; x may be overwritten."""
@@ -77,27 +85,51 @@ class Layer:
                 normalised, route = normalise(x, self.weights.ffn_norm), attention_route
         else:
             normalised, route = self._decide(x, step, self.ffn, self.weights.ffn_norm)
-        with within("gate_up"):
-            if route is None:
+        if route is None:
+            with within("gate_up"):
                 hidden = activate_gate(_project(normalised, self.weights.gate_up), self.activation)
-            elif self._gate.bias is None:
-                weights = (self._gate.weight, self._up.weight)
-                hidden = wk.gated_mlp_up(normalised, *weights, activation=self.activation, **route.arguments)
-            else:
-                gate, up = self._gate, self._up
-                hidden = wk.gemm_mn(
-                    normalised, gate.weight, bias=gate.bias, activation=self.activation, **route.arguments
-                )
-                hidden = hidden * wk.gemm_mn(normalised, up.weight, bias=up.bias, **route.arguments)
-        with within("down"):
-            return _add(x, hidden, self.weights.down, route)
+            with within("down"):
+                return _add(x, hidden, self.weights.down, None)
+        if self.weights.down.bias is not None:
+            x = x.add_(self.weights.down.bias)
+        parts = self._parts if len(route.layouts) > 1 else [self._whole]
+        for part, arguments in zip(parts, route.by_segment, strict=True):
+            with within("gate_up"):
+                hidden = self._gated(normalised, part, arguments)
+            with within("down"):
+                x = wk.gemm_k(hidden, part.down, residual=x, **arguments)
+        return x
+
+    def _gated(self, x: Tensor, part: _FfnPart, arguments: dict[str, Any]) -> Tensor:
+        gate, up = part.gate, part.up
+        if gate.bias is None:
+            return wk.gated_mlp_up(x, gate.weight, up.weight, activation=self.activation, **arguments)
+        hidden = wk.gemm_mn(x, gate.weight, bias=gate.bias, activation=self.activation, **arguments)
+        return hidden * wk.gemm_mn(x, up.weight, bias=up.bias, **arguments)
 
     def _decide(self, x: Tensor, step: Step, decision: Decision | None, norm: Norm) -> tuple[Tensor, Route | None]:
         with within("norm_route"):
             if decision is None:
                 return normalise(x, norm), None
-            normalised, mask = decision.take(x)
-            return normalised, step.route(mask)
+            normalised, decided = decision.take(x)
+            return normalised, step.route(decided)
+
+
+@dataclass(frozen=True)
+class _FfnPart:
+    """Weights of a run of FFN channels; `down` [D, channels] contiguous."""
+
+    gate: Linear
+    up: Linear
+    down: Tensor
+
+
+def _ffn_part(weights: LayerWeights, begin: int, end: int) -> _FfnPart:
+    """Views, but for a part's `down`: its columns are copied."""
+    size = weights.gate_up.weight.shape[0] // 2
+    gate_up = weights.gate_up
+    down = weights.down.weight[:, begin:end].contiguous()
+    return _FfnPart(gate_up.rows(begin, end), gate_up.rows(size + begin, size + end), down)
 
 
 def _project(x: Tensor, linear: Linear) -> Tensor:

@@ -84,7 +84,7 @@ class InferenceModel:
         codebooks: nn.ModuleDict | None = None,
     ) -> InferenceModel:
         """A model with routers and codebooks laid out as in a `RoutedModel`; `masks` decide in their place, but they
-        still run. Patterns run as the masks that they are.
+        still run. The FFN runs patterns as such, attention, which has few groups, as the masks that they are.
         """
         weights = _weights_of(model)
         plan.validate(weights.shape)
@@ -170,11 +170,13 @@ def _routed_layers(
                 continue
             norm = weights.layers[index].ffn_norm if name == "ffn" else weights.layers[index].attention_norm
             codebook = patterns[name] if name in patterns else None  # noqa: SIM401
-            made[name] = Decision(taken, cast(Router, ours[name]), norm, masks, codebook)
+            made[name] = Decision(taken, cast(Router, ours[name]), norm, masks, codebook, by_pattern=name == "ffn")
             parts: tuple[PartName, ...] = ("attention", "ffn") if name == "shared" else (cast(PartName, name),)
             decisions |= {(index, part): (groups, made[name].groups) for part in parts}
             taken += 1
             groups += made[name].groups
         attention = made.get("shared", made.get("attention"))
-        layers.append(Layer(index, weights, attention, made.get("ffn"), shared=layer.shared))
+        size = layer.ffn_codebook
+        segments = 1 if size is None or size.complete else size.segments
+        layers.append(Layer(index, weights, attention, made.get("ffn"), layer.shared, segments))
     return tuple(layers), decisions

@@ -10,24 +10,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import wide_kernels as wk
-from wide_kernels import RouteLayout
+from wide_kernels import PatternLayout, RouteLayout
+from widecli.engine.patterns import Choice, PatternScores, numbered
 from widecli.engine.weights import Norm
-from widecli.model.gate import Bits, Gate, margins
+from widecli.model.gate import argmax_gate, margins
 from widecli.model.patterns import Codebook
 from widecli.model.router import Router
 
 
 @dataclass(frozen=True)
 class Route:
-    """One decision as the operators take it: sorted into a layout (prefill) or as a bare mask [rows, N] (decode)."""
+    """One decision as the operators take it: sorted into a layout (prefill) or as a bare mask [rows, N] (decode).
 
-    mask: Tensor
-    layout: RouteLayout | None
+    Rows that picked patterns have a layout for each segment of the groups, and their mask may not be there.
+    """
+
+    mask: Tensor | None
+    layouts: tuple[RouteLayout | PatternLayout, ...] = ()
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keywords for the operators that take either form."""
-        return {"mask": self.mask} if self.layout is None else {"layout": self.layout}
+        """Keywords for the operators that take either form, where the groups are one segment."""
+        (found,) = self.by_segment
+        return found
+
+    @property
+    def by_segment(self) -> list[dict[str, Any]]:
+        """Keywords for the operators, segment by segment."""
+        return [{"layout": layout} for layout in self.layouts] or [{"mask": self.mask}]
 
 
 class Masks(Protocol):
@@ -36,18 +46,26 @@ class Masks(Protocol):
     def take(self, index: int, learned: Tensor) -> Tensor:
         """The mask of decision `index` in place of what its router says, bool [rows, N]; no host sync."""
 
+    def choose(self, index: int, learned: Choice) -> Choice:
+        """The same for rows that pick patterns."""
+
 
 class RandomMasks:
     """Every group is skipped with the same chance: for speed on models whose routers have learned nothing.
 
+    Where rows pick patterns, the patterns are random in this way and each is picked as often as the others.
+
     The masks lie on the device and change with the decision and the row. They are drawn when a shape is first met, so a
-    graph needs one plain run before it is captured; `redraw` changes what later runs and replays see.
+    graph needs one plain run before it is captured; `redraw` and `skip` change what later runs and replays see.
     """
 
     def __init__(self, sparsity: float, seed: int = 0) -> None:
         self.sparsity = sparsity
         self.seed = seed
         self._masks: dict[tuple[int, int, int], Tensor] = {}
+        self._ids: dict[tuple[int, int, int], Tensor] = {}
+        self._patterns: dict[int, Tensor] = {}
+        self._numbered: dict[tuple[int, float, int], Tensor] = {}  # by index, sparsity, seed: numbering takes a while
 
     def take(self, index: int, learned: Tensor) -> Tensor:
         """The mask of decision `index`, of the shape of `learned`."""
@@ -57,42 +75,101 @@ class RandomMasks:
             self._draw(key)
         return self._masks[key]
 
+    def choose(self, index: int, learned: Choice) -> Choice:
+        """Random patterns and choices, of the shape of `learned`."""
+        if index not in self._patterns:
+            self._patterns[index] = torch.empty_like(learned.patterns)
+            self._draw_patterns(index)
+        key = (index, *learned.ids.shape)
+        if key not in self._ids:
+            self._ids[key] = torch.empty_like(learned.ids)
+            self._draw_ids(key)
+        return Choice(self._ids[key], self._patterns[index])
+
     @torch.inference_mode()
     def redraw(self, seed: int) -> None:
         """Other masks, in the same memory."""
         self.seed = seed
         for key in self._masks:
             self._draw(key)
+        for index in self._patterns:
+            self._draw_patterns(index)
+        for key in self._ids:
+            self._draw_ids(key)
+
+    def skip(self, sparsity: float) -> None:
+        """Masks that skip this share, in the same memory."""
+        if sparsity != self.sparsity:
+            self.sparsity = sparsity
+            self.redraw(self.seed)
+
+    def forget(self) -> None:
+        """Let go of the masks, when no session that met them runs any more."""
+        self._masks.clear()
+        self._ids.clear()
 
     def _draw(self, key: tuple[int, int, int]) -> None:
         mask = self._masks[key]
-        generator = torch.Generator(mask.device).manual_seed(self.seed * 1_000_003 + key[0])
-        mask.copy_(torch.rand(mask.shape, generator=generator, device=mask.device) >= self.sparsity)
+        mask.copy_(torch.rand(mask.shape, generator=self._generator(key[0], mask), device=mask.device) >= self.sparsity)
+
+    def _draw_ids(self, key: tuple[int, int, int]) -> None:
+        ids = self._ids[key]
+        count = self._patterns[key[0]].shape[1] - 1
+        ids.random_(count, generator=self._generator(key[0], ids))
+
+    def _draw_patterns(self, index: int) -> None:
+        patterns = self._patterns[index]
+        key = (index, self.sparsity, self.seed)
+        if key not in self._numbered:
+            drawn = torch.rand(
+                patterns[:, :-1].shape, generator=self._generator(index, patterns), device=patterns.device
+            )
+            self._numbered[key] = numbered(drawn >= self.sparsity)[0]
+        patterns.copy_(self._numbered[key])
+
+    def _generator(self, index: int, like: Tensor) -> torch.Generator:
+        return torch.Generator(like.device).manual_seed(self.seed * 1_000_003 + index)
 
 
 class Decision:
-    """One router with the norm that shares its input, ready to run on rows of the residual stream."""
+    """One router with the norm that shares its input, ready to run on rows of the residual stream.
+
+    With a codebook rows pick patterns: `by_pattern` hands on what they picked, else it is made the mask that it is. A
+    codebook with all patterns there are decides group by group.
+    """
 
     def __init__(
-        self, index: int, router: Router, norm: Norm, masks: Masks | None, codebook: Codebook | None = None
+        self,
+        index: int,
+        router: Router,
+        norm: Norm,
+        masks: Masks | None,
+        codebook: Codebook | None = None,
+        by_pattern: bool = False,
     ) -> None:
         self.index = index
         self.groups = router.groups
         self.masks = masks
+        self._by_pattern = by_pattern
         self._norm = norm
         self._router = router
-        self._gate: Gate = codebook or Bits(router.groups)
-        self._fused = codebook is None and router.tap == "residual"
+        self._scores = None if codebook is None or codebook.size.complete else PatternScores(router, codebook)
+        self._fused = self._scores is None and router.tap == "residual"
         self._w1 = router.plain_down_weight().contiguous()
         self._b1, self._w2, self._b2 = (t.detach() for t in (router.down.bias, router.up.weight, router.up.bias))
 
-    def take(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [rows, D] -> (normalised x, mask bool [rows, N])."""
+    def take(self, x: Tensor) -> tuple[Tensor, Tensor | Choice]:
+        """x [rows, D] -> (normalised x, mask bool [rows, N] or the rows' choice)."""
+        if self._scores is not None:
+            choice = self._scores.choose(x)
+            if self.masks is not None:
+                choice = self.masks.choose(self.index, choice)
+            return normalise(x, self._norm), choice if self._by_pattern else choice.mask
         if self._fused:
             weights = (self._norm.weight, self._w1, self._b1, self._w2, self._b2)
             normalised, mask = wk.norm_route(x, *weights, self._norm.eps)
         else:
-            normalised, mask = normalise(x, self._norm), self._gate.decide(margins(self._router(x)))
+            normalised, mask = normalise(x, self._norm), argmax_gate(margins(self._router(x)))
         if self.masks is not None:
             mask = self.masks.take(self.index, mask)
         return normalised, mask

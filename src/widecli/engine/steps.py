@@ -13,6 +13,7 @@ from torch.nn.attention.bias import causal_lower_right
 import wide_kernels as wk
 from widecli.engine.cache import KVCache
 from widecli.engine.fused import rotate_and_store
+from widecli.engine.patterns import Choice
 from widecli.engine.routing import Route
 
 _LIBRARY_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
@@ -48,7 +49,7 @@ class Step(ABC):
         return q
 
     @abstractmethod
-    def route(self, mask: Tensor) -> Route:
+    def route(self, decision: Tensor | Choice) -> Route:
         """A decision as this step's operators take it; remembers what it executes."""
 
     @abstractmethod
@@ -68,18 +69,33 @@ class PrefillStep(Step):
         super().__init__(cache, tokens, cos, sin, where.flatten())
         self._begin, self._end, self._valid = begin, end, valid
 
-    def route(self, mask: Tensor) -> Route:
+    def route(self, decision: Tensor | Choice) -> Route:
         """Sort the decision; padding runs nothing."""
-        layout = wk.route_layout(mask if self._valid is None else mask & self._valid[:, None])
+        if isinstance(decision, Choice):
+            return self._by_patterns(decision)
+        layout = wk.route_layout(decision if self._valid is None else decision & self._valid[:, None])
         self.executed.append(layout.count)
-        return Route(layout.mask, layout)
+        return Route(layout.mask, (layout,))
+
+    def _by_patterns(self, choice: Choice) -> Route:
+        ids, patterns = choice.ids, choice.patterns
+        if self._valid is None:
+            patterns = patterns[:, :-1]
+        else:
+            ids = ids.masked_fill(~self._valid[:, None], patterns.shape[1] - 1)
+        layouts = [wk.pattern_layout(segment.contiguous(), p) for segment, p in zip(ids.t(), patterns, strict=True)]
+        for layout in layouts:
+            numbers = torch.arange(len(layout.patterns), dtype=torch.int32, device=ids.device)
+            begins = torch.searchsorted(layout.ids[layout.order], numbers)
+            uses = begins.diff(append=begins.new_full((1,), layout.rows))
+            self.executed.append((uses[:, None] * layout.patterns).sum(0))
+        return Route(None, tuple(layouts))
 
     def attend(self, layer: int, q: Tensor, scale: float, route: Route | None) -> Tensor:
         """See `Step`. Dense is the library's: plainly causal, because padding stands on the right."""
         k, v = self.cache.k[layer][:, : self._end], self.cache.v[layer][:, : self._end]
         if route is not None:
-            assert route.layout is not None
-            return wk.attention_prefill(q, k, v, route.layout, scale=scale)
+            return wk.attention_prefill(q, k, v, **route.arguments, scale=scale)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         causal = {"is_causal": True} if self._begin == 0 else {"attn_mask": causal_lower_right(self.tokens, self._end)}
         with sdpa_kernel(_LIBRARY_ORDER, set_priority=True):
@@ -96,13 +112,14 @@ class DecodeStep(Step):
         self._keys = keys
         self._visible = cache.lengths + 1
 
-    def route(self, mask: Tensor) -> Route:
+    def route(self, decision: Tensor | Choice) -> Route:
         """The bare mask: for a few rows the operators need no layout."""
+        mask = decision.mask if isinstance(decision, Choice) else decision
         self.executed.append(mask)
-        return Route(mask, None)
+        return Route(mask)
 
     def attend(self, layer: int, q: Tensor, scale: float, route: Route | None) -> Tensor:
         """See `Step`. Dense goes through the same operator: no library call takes lengths only the device knows."""
-        mask = self.cache.everything if route is None else route.mask
+        mask = self.cache.everything if route is None or route.mask is None else route.mask
         k, v = self.cache.k[layer][:, : self._keys], self.cache.v[layer][:, : self._keys]
         return wk.attention_decode(q, k, v, mask, self._visible, scale)

@@ -68,10 +68,10 @@ def interleaved(calls: Sequence[Call], seconds: float, most: int = 50) -> list[T
 def first_token(session: Session, ids: Tensor) -> list[float]:
     """Read the prompts `ids` [B, T] from the host: milliseconds until the first token of all is there."""
     device = session.token.device
-    _wait(device)
+    wait(device)
     started = time.perf_counter()
     session.prefill(ids)
-    _wait(device)
+    wait(device)
     return [1e3 * (time.perf_counter() - started)]
 
 
@@ -79,7 +79,7 @@ def further_tokens(session: Session, prompt: int, token: Tensor, steps: int) -> 
     """Milliseconds of each of `steps` decode steps that follow `prompt` tokens in the cache and `token` [B]."""
     device = session.token.device
     session.rewind(prompt, token)
-    _wait(device)
+    wait(device)
     if device.type != "cuda":
         times = [time.perf_counter()]
         for _ in range(steps):
@@ -99,6 +99,7 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Until a GPU has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

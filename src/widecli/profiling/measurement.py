@@ -1,4 +1,7 @@
-"""Measures a subject over its grid: one cell a batch and prompt, in which dense and all routed variants take turns."""
+"""Measures a subject over its grid: one cell a batch and prompt, in which dense and all routed variants take turns.
+
+Variants that differ in the share of random masks alone run on one session: the masks change in its memory.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,17 @@ from widecli.model.plan import RoutingPlan
 from widecli.model.trace import RoutingTrace
 from widecli.profiling.bound import Pass, Peaks, Phase, Skipped, bound, peaks_of
 from widecli.profiling.energy import EnergyMeter
-from widecli.profiling.latency import Times, first_token, further_tokens, interleaved
-from widecli.profiling.memory import Demand, memory_model
+from widecli.profiling.grid import capacity_of, fits_beside, pass_of
+from widecli.profiling.hugging_face import HuggingFace
+from widecli.profiling.latency import Call, Times, first_token, further_tokens, interleaved
+from widecli.profiling.memory import memory_model
 from widecli.profiling.subject import Outline, Settings, Subject, Variant
 from widecli.profiling.trace import breakdown, fixed_share, range_times
 
 Point = dict[str, Any]
-_REACH = {"cuda": 0.6, "cpu": 0.15}  # share of the bound that a first guess of the time takes for granted
-_SETTING_UP = {"cuda": 10.0, "cpu": 0.5}  # seconds a cell: compiling, tuning, recording
+POINTS_SCHEMA = "wide.points/2"
+"""Form of a summary's points. 1 had no `hugging_face` (their figures, or null), `mode` and `patterns`."""
+
 _PROFILED_STEPS = 3
 
 
@@ -36,87 +42,15 @@ class Side:
     model: InferenceModel
     variant: Variant | None
 
+    def turn(self, call: Call) -> Call:
+        """`call` after the side's own masks were set."""
 
-def check(outline: Outline, settings: Settings, *, loaded: bool) -> None:
-    """Refuse a grid that the model or the memory cannot hold, before anything large is allocated."""
-    demand = _demand(outline, settings, loaded)
-    for prompt in settings.prompts:
-        for batch in settings.batches:
-            demand.check(batch, prompt, capacity_of(settings, prompt), outline.device)
+        def run() -> list[float]:
+            if self.variant is not None:
+                self.variant.prepare()
+            return call()
 
-
-def fitting_batches(outline: Outline, settings: Settings, free: int | None, *, loaded: bool) -> tuple[int, ...]:
-    """Those of the batches whose cells all fit in `free` bytes."""
-    if free is None:
-        return settings.batches
-    demand = _demand(outline, settings, loaded)
-    most = min(
-        demand.largest_batch(prompt, capacity_of(settings, prompt), free, max(settings.batches))
-        for prompt in settings.prompts
-    )
-    return tuple(batch for batch in settings.batches if batch <= most)
-
-
-def capacity_of(settings: Settings, prompt: int) -> int:
-    """Tokens a sequence may have in a cell."""
-    return prompt + (settings.gen if "tpot" in settings.phases else 0)
-
-
-def _demand(outline: Outline, settings: Settings, loaded: bool) -> Demand:
-    plans = [plan for plan in outline.plans for _ in settings.sparsities or (None,)]
-    return Demand(
-        outline.shape,
-        plans,
-        outline.dtype,
-        outline.tied,
-        loaded,
-        shared_cache=settings.masks == "random",
-        prefills="ttft" in settings.phases or settings.masks == "learned",
-    )
-
-
-def expected_seconds(outline: Outline, settings: Settings) -> float:
-    """About how long the measurement takes, from the bounds."""
-    kind = outline.device.type
-    peaks = peaks_of(outline.device, outline.dtype)
-    sides = 1 + len(outline.plans) * max(1, len(settings.sparsities))
-    total = 0.0
-    for prompt in settings.prompts:
-        for batch in settings.batches:
-            for phase in settings.phases:
-                step = _pass(outline, settings, phase, batch, prompt)
-                turn = sides * bound(step, peaks).seconds / _REACH[kind]
-                turn *= settings.gen - 1 if phase == "tpot" else 1
-                # two turns warm up; recording runs a prefill three times more
-                total += 4 * turn + max(settings.seconds, 3 * turn)
-            total += _SETTING_UP[kind]
-    return total
-
-
-def estimates(outline: Outline, settings: Settings) -> list[dict[str, Any]]:
-    """Every cell's dense bound and the memory of one model, from the sizes alone."""
-    peaks = peaks_of(outline.device, outline.dtype)
-    return [
-        {
-            "phase": phase,
-            "batch": batch,
-            "prompt": prompt,
-            "dense_bound_ms": 1e3 * bound(_pass(outline, settings, phase, batch, prompt), peaks).seconds,
-            "memory": memory_model(
-                outline.shape,
-                outline.plans[0],
-                batch,
-                prompt,
-                capacity_of(settings, prompt),
-                outline.dtype,
-                tied=outline.tied,
-                prefills="ttft" in settings.phases,
-            ).as_dict(),
-        }
-        for prompt in settings.prompts
-        for batch in settings.batches
-        for phase in settings.phases
-    ]
+        return run
 
 
 def measure(
@@ -134,30 +68,45 @@ def measure(
             remark(why_not)
     if settings.memory and subject.outline.device.type != "cuda":
         remark("peak memory is counted on a GPU alone; here only the memory model is given")
+    theirs = HuggingFace(subject.hugging_face) if settings.compare_hf else None
     points: list[Point] = []
     for prompt in settings.prompts:
         for batch in settings.batches:
             note(f"batch {batch}, prompt {prompt}: {len(subject.variants)} routed beside dense")
-            for point in Cell(subject, settings, batch, prompt, meter).measure():
+            for point in Cell(subject, settings, batch, prompt, meter, theirs, remark).measure():
                 points.append(point)
                 done(point)
-            gc.collect()
-            if subject.outline.device.type == "cuda":
-                torch.cuda.empty_cache()
+            _release(subject.outline.device)
     return points
+
+
+def _release(device: torch.device) -> None:
+    """Give back the memory of what is no longer referred to."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 class Cell:
     """One batch and prompt."""
 
     def __init__(
-        self, subject: Subject, settings: Settings, batch: int, prompt: int, meter: EnergyMeter | None
+        self,
+        subject: Subject,
+        settings: Settings,
+        batch: int,
+        prompt: int,
+        meter: EnergyMeter | None,
+        theirs: HuggingFace | None,
+        remark: Callable[[str], None],
     ) -> None:
         self._subject = subject
         self._settings = settings
         self._batch = batch
         self._prompt = prompt
         self._meter = meter
+        self._theirs = theirs
+        self._remark = remark
         self._outline = subject.outline
         self._capacity = capacity_of(settings, prompt)
         self._ids = subject.prompts(batch, prompt)
@@ -166,31 +115,83 @@ class Cell:
     def measure(self) -> list[Point]:
         """The cell's points, phase by phase."""
         peaks = self._peak_memory() if self._settings.memory else {}
+        in_turn = self._theirs is not None and fits_beside(self._outline, self._settings, self._batch, self._prompt)
         sides = self._open()
-        points: list[Point] = []
-        for phase in self._settings.phases:
-            calls = self._prefills(sides) if phase == "ttft" else self._decodes(sides)
-            times = interleaved(calls, self._settings.seconds)
-            found = []
-            for i, (side, call, timed) in enumerate(zip(sides, calls, times, strict=True)):
-                figures, trace = self._figures(phase, side, call, timed)
-                if self._settings.memory:
-                    figures["memory"] = self._memory(side, peaks.get(i))
-                found.append((figures, trace))
-            dense = found[0][0]
-            for side, (figures, trace) in zip(sides[1:], found[1:], strict=True):
-                assert side.variant is not None
-                points.append(self._point(phase, side.variant, dense, figures, trace))
+        points = [
+            point for phase in self._settings.phases for point in self._measure_phase(phase, sides, peaks, in_turn)
+        ]
+        sides.clear()
+        for variant in self._subject.variants:
+            if variant.masks is not None:
+                variant.masks.forget()
+        if self._theirs is not None and not in_turn:
+            _release(self._outline.device)
+            for phase in self._settings.phases:
+                figures = self._hugging_face_alone(phase)
+                for point in points:
+                    if point["phase"] == phase:
+                        point["hugging_face"] = figures
+        return points
+
+    def _measure_phase(self, phase: Phase, sides: Sequence[Side], peaks: dict[int, int], in_turn: bool) -> list[Point]:
+        """Points of one phase; `in_turn`: with Hugging Face's model among the sides."""
+        calls = self._prefills(sides) if phase == "ttft" else self._decodes(sides)
+        calls = [side.turn(call) for side, call in zip(sides, calls, strict=True)]
+        theirs = self._hugging_face(phase) if in_turn else None
+        times = interleaved([*calls, *([theirs[0]] if theirs else [])], self._settings.seconds)
+        beside = self._their_figures(phase, times[-1], theirs[1], in_turn=True) if theirs else None
+        found = []
+        for side, call, timed in zip(sides, calls, times[: len(sides)], strict=True):
+            figures, trace = self._figures(phase, side, call, timed)
+            if self._settings.memory:
+                figures["memory"] = self._memory(side, peaks.get(id(side.model)))
+            found.append((figures, trace))
+        dense = found[0][0]
+        points = []
+        for side, (figures, trace) in zip(sides[1:], found[1:], strict=True):
+            assert side.variant is not None
+            points.append(self._point(phase, side.variant, dense, figures, trace) | {"hugging_face": beside})
         return points
 
     def _open(self) -> list[Side]:
-        """Sessions of all sides, on one cache where decisions do not depend on what it holds."""
+        """Sessions of all models, on one cache where decisions do not depend on what it holds."""
         dense = self._subject.dense.session(self._batch, self._capacity)
-        cache = dense.cache if self._settings.masks == "random" else None
+        cache = None if self._settings.masks == "learned" else dense.cache
         sides = [Side(dense, self._subject.dense, None)]
+        sessions: dict[int, Session] = {}
         for variant in self._subject.variants:
-            sides.append(Side(variant.model.session(self._batch, self._capacity, cache=cache), variant.model, variant))
+            model = variant.model
+            if id(model) not in sessions:
+                sessions[id(model)] = model.session(self._batch, self._capacity, cache=cache)
+            sides.append(Side(sessions[id(model)], model, variant))
         return sides
+
+    def _hugging_face(self, phase: Phase) -> tuple[Call, dict[str, Any]] | None:
+        """Their call, warm, and how it was set up; None where time or memory does not allow it."""
+        where = f"{phase.upper()} at batch {self._batch}, prompt {self._prompt}"
+        assert self._theirs is not None
+        if not self._theirs.may_set_up:
+            self._remark(f"transformers, {where}: no time to compile it; measure fewer cells in one run")
+            return None
+        try:
+            if phase == "ttft":
+                return self._theirs.first_token(self._ids)
+            return self._theirs.further_tokens(self._ids, self._settings.gen - 1)
+        except torch.OutOfMemoryError:
+            self._remark(f"transformers, {where}: out of memory")
+            return None
+
+    def _hugging_face_alone(self, phase: Phase) -> dict[str, Any] | None:
+        """Their figures where ours must leave the memory first."""
+        found = self._hugging_face(phase)
+        if found is None:
+            return None
+        (times,) = interleaved([found[0]], 0.0)
+        return self._their_figures(phase, times, found[1], in_turn=False)
+
+    def _their_figures(self, phase: Phase, times: Times, facts: dict[str, Any], *, in_turn: bool) -> dict[str, Any]:
+        tokens = self._batch * (self._prompt if phase == "ttft" else 1)
+        return {**times.as_dict(), "tokens_per_second": 1e3 * tokens / times.p50_ms, **facts, "in_turn": in_turn}
 
     def _prefills(self, sides: Sequence[Side]) -> list[Callable[[], list[float]]]:
         for side in sides:
@@ -247,6 +248,8 @@ class Cell:
     def _parts(self, phase: Phase, side: Side) -> dict[str, float]:
         """Milliseconds by part of a plain pass, on the side's own cache."""
         plain = side.model.session(self._batch, self._capacity, graphs=False, cache=side.session.cache)
+        if side.variant is not None:
+            side.variant.prepare()
         if phase == "ttft":
             return range_times(lambda: plain.prefill(self._ids), self._outline.device, 1)
         token = side.session.token.clone()
@@ -260,13 +263,13 @@ class Cell:
         return {part: value / steps for part, value in range_times(run, self._outline.device, 1).items()}
 
     def _peak_memory(self) -> dict[int, int]:
-        """Peak bytes of each side alone, prefill and two steps as they are asked for, without graphs."""
+        """Peak bytes of each model (by its id) alone, prefill and a step as they are asked for, without graphs."""
         device = self._outline.device
         if device.type != "cuda":
             return {}
         found = {}
-        models = [self._subject.dense, *(variant.model for variant in self._subject.variants)]
-        for i, model in enumerate(models):
+        models = {id(model): model for model in (self._subject.dense, *(v.model for v in self._subject.variants))}
+        for key, model in models.items():
             session = model.session(self._batch, self._capacity, graphs=False)
             torch.cuda.reset_peak_memory_stats(device)
             if "ttft" in self._settings.phases:
@@ -274,7 +277,7 @@ class Cell:
             if "tpot" in self._settings.phases:
                 session.rewind(self._prompt, session.token.clone())
                 session.decode()
-            found[i] = torch.cuda.max_memory_allocated(device)
+            found[key] = torch.cuda.max_memory_allocated(device)
             del session
         return found
 
@@ -309,6 +312,8 @@ class Cell:
             "sparsity": sparsity,
             "group_size": variant.plan.ffn_group_size,
             "masks": self._settings.masks,
+            "mode": variant.plan.mode,
+            "patterns": variant.plan.patterns.count if variant.plan.patterns else None,
             "skip_rate": {"attention": seen.attention, "ffn": seen.ffn, "mean": seen.mean} if seen else None,
             "recorded": self._is_recorded(phase),
             "dense": dense,
@@ -324,11 +329,7 @@ class Cell:
         return phase == "tpot" or self._prompt <= PREFILL_CHUNK_TOKENS // self._batch
 
     def _pass(self, phase: Phase) -> Pass:
-        return _pass(self._outline, self._settings, phase, self._batch, self._prompt)
-
-
-def _pass(outline: Outline, settings: Settings, phase: Phase, batch: int, prompt: int) -> Pass:
-    return Pass.of(outline.shape, phase, batch, prompt, settings.gen, outline.dtype.itemsize)
+        return pass_of(self._outline, self._settings, phase, self._batch, self._prompt)
 
 
 def _skipped(variant: Variant | None, trace: RoutingTrace | None, outline: Outline) -> Skipped | None:
@@ -350,7 +351,7 @@ def _fill(session: Session) -> None:
 
 def saturation(points: Sequence[Point]) -> list[dict[str, Any]]:
     """The most tokens a second over all batch sizes, and at which batch, for each phase, prompt and variant."""
-    keys = ("phase", "prompt", "group_size", "masks")
+    keys = ("phase", "prompt", "group_size", "masks", "mode", "patterns")
     groups: dict[tuple[Any, ...], list[Point]] = {}
     for point in points:
         # a learned rate differs a little with the batch: one variant all the same

@@ -13,7 +13,7 @@ from widecli.errors import UsageError
 from widecli.model.plan import ModelShape, RoutingPlan
 
 GIB = 1024**3
-_USABLE = 0.9  # of the free memory: libraries' workspaces and the allocator's rounding need some
+USABLE = 0.9  # of the free memory: libraries' workspaces and the allocator's rounding need some
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ class Demand:
         """Raise UsageError when a cell does not fit in the free memory, naming the largest batch that does."""
         free = free_bytes(device)
         needed = self.needed(batch, prompt, capacity)
-        if free is None or needed <= free * _USABLE:
+        if free is None or needed <= free * USABLE:
             return
         fits = self.largest_batch(prompt, capacity, free, batch)
         hint = f"the largest batch that fits is {fits}" if fits else "not even a batch of 1 fits; shorten the prompt"
-        if not fits and not self.loaded and weights_bytes(self.shape, self.dtype, self.tied) > free * _USABLE:
+        if not fits and not self.loaded and weights_bytes(self.shape, self.dtype, self.tied) > free * USABLE:
             hint = "not even the weights fit; take a smaller --shape"
         raise UsageError(
             f"batch {batch} with {capacity} tokens each needs {needed / GIB:.1f} GiB and {free / GIB:.1f} GiB are free "
@@ -123,7 +123,7 @@ class Demand:
         low, high = 0, below
         while low < high:
             middle = (low + high + 1) // 2
-            if self.needed(middle, prompt, capacity) <= free * _USABLE:
+            if self.needed(middle, prompt, capacity) <= free * USABLE:
                 low = middle
             else:
                 high = middle - 1

@@ -16,7 +16,7 @@ from widecli.engine.cache import free_bytes
 from widecli.errors import UsageError
 from widecli.model import checkpoint
 from widecli.model.backbone import default_device, load_shape, resolve_dtype
-from widecli.profiling import measurement
+from widecli.profiling import grid
 from widecli.profiling.bound import Phase, peaks_of
 from widecli.profiling.environment import gpus
 from widecli.profiling.subject import (
@@ -57,12 +57,14 @@ class Flags:
     gen: int | None = None
     sparsity: str | None = None
     group_size: str | None = None
+    patterns: int | None = None
     ttft: bool = False
     tpot: bool = False
     memory: bool = False
     energy: bool = False
     breakdown: bool = False
     throughput: bool = False
+    compare_hf: bool = False
     seconds: float = 5.0
 
 
@@ -122,15 +124,17 @@ class Request:
         """Load or draw the weights. Raises UsageError for what only the model itself can tell."""
         sizes = None if self.settings.masks == "learned" else self.settings.group_sizes
         if self.checkpoint is not None:
-            outline, model = load_checkpoint(self.checkpoint, self.flags.dtype, sizes)
+            outline, model = load_checkpoint(self.checkpoint, self.flags.dtype, sizes, self.flags.patterns)
             subject = subject_of_checkpoint(outline, model, self.settings, words)
         elif self.flags.model is not None:
-            outline, weights = load_dense(self.flags.model, self.flags.dtype or "auto", self.settings.group_sizes)
-            subject = with_random_masks(outline, weights, self.settings)
+            dtype = self.flags.dtype or "auto"
+            outline, model = load_dense(self.flags.model, dtype, self.settings.group_sizes, self.flags.patterns)
+            assert model.backbone is not None
+            subject = with_random_masks(outline, model.weights, self.settings, model.backbone.model)
         else:
             subject = subject_of_shape(self.outline, self.config, self.settings)
         longest = max(self.settings.prompts)
-        subject.dense.check_length(measurement.capacity_of(self.settings, longest))
+        subject.dense.check_length(grid.capacity_of(self.settings, longest))
         return subject
 
     def facts(self, subject: Subject) -> dict[str, Any]:
@@ -168,25 +172,27 @@ def read(flags: Flags) -> Request:
         target = checkpoint.resolve(flags.checkpoint)
         checkpoint.refuse_incomplete(target)
     masks = _masks(flags)
+    if flags.patterns is not None and flags.patterns < 1:
+        raise UsageError(f"--patterns takes a number of patterns, 1 or more, got {flags.patterns}")
     plan = checkpoint.read_config(target).plan if target else None
     sizes = _list("--G", flags.group_size, int, lambda g: g >= 1, "channels, 1 or more")
     sizes = sizes or (plan.ffn_group_size if plan else _GROUP_SIZE,)
     config = None
     if flags.shape is not None:
-        outline, config = outline_of_shape(flags.shape, flags.dtype or "auto", device, sizes)
+        outline, config = outline_of_shape(flags.shape, flags.dtype or "auto", device, sizes, flags.patterns)
     else:
         section = ModelSection(name=flags.model or "") if target is None else checkpoint.section_of(target)
         shape = load_shape(section)
-        plans = (plan,) if plan and masks == "learned" else random_plans(shape, sizes, plan)
+        plans = (plan,) if plan and masks == "learned" else random_plans(shape, sizes, plan, flags.patterns)
         name = checkpoint.read_config(target).backbone.id if target else section.name
         dtype = resolve_dtype(flags.dtype or section.dtype, device)
         outline = Outline(name, shape, dtype, False, None, device, plans)
     settings = _settings(flags, masks, sizes, outline)
     _refuse_too_long(outline, settings)
     if settings.throughput and flags.batch is None:
-        fits = measurement.fitting_batches(outline, settings, free_bytes(device), loaded=False)
+        fits = grid.fitting_batches(outline, settings, free_bytes(device), loaded=False)
         settings = dataclasses.replace(settings, batches=fits or settings.batches[:1])
-    measurement.check(outline, settings, loaded=False)
+    grid.check(outline, settings, loaded=False)
     return Request(flags, outline, settings, target, config)
 
 
@@ -205,8 +211,10 @@ def _masks(flags: Flags) -> Masks:
         raise UsageError(f"--masks is learned or random, got {masks!r}")
     if flags.checkpoint is None:
         raise UsageError(f"{flags.shape or flags.model} has no routers: name a checkpoint, or --masks random")
-    if flags.sparsity is not None or flags.group_size is not None:
-        raise UsageError("a checkpoint decides its own sparsity and groups; --sparsity and --G need --masks random")
+    if flags.sparsity is not None or flags.group_size is not None or flags.patterns is not None:
+        raise UsageError(
+            "a checkpoint decides its own sparsity and groups; --sparsity, --G and --patterns need --masks random"
+        )
     return "learned"
 
 
@@ -233,12 +241,14 @@ def _settings(flags: Flags, masks: Masks, sizes: tuple[int, ...], outline: Outli
         energy=flags.energy,
         breakdown=flags.breakdown,
         throughput=flags.throughput,
+        compare_hf=flags.compare_hf,
+        patterns=flags.patterns,
         seconds=flags.seconds,
     )
 
 
 def _refuse_too_long(outline: Outline, settings: Settings) -> None:
-    longest = measurement.capacity_of(settings, max(settings.prompts))
+    longest = grid.capacity_of(settings, max(settings.prompts))
     if outline.max_tokens is not None and longest > outline.max_tokens:
         raise UsageError(
             f"prompts of {max(settings.prompts)} tokens and {longest - max(settings.prompts)} generated ones are more "

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from widecli.engine.weights import ModelWeights, take_weights
 from widecli.errors import UsageError
 from widecli.model.families import family_of
 from widecli.model.plan import ModelShape
@@ -102,8 +101,8 @@ def _by_hand(name: str) -> ModelShape:
 
 
 @torch.no_grad()
-def random_weights(config: Any, device: torch.device, dtype: torch.dtype) -> ModelWeights:
-    """Weights of such a model, drawn where they will lie; norms are 1, biases 0."""
+def random_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Such a Hugging Face model, its weights drawn where they will lie; norms are 1, biases 0."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -119,4 +118,4 @@ def random_weights(config: Any, device: torch.device, dtype: torch.dtype) -> Mod
             parameter.normal_(std=_SPREAD, generator=generator)
         else:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-    return take_weights(model.eval().requires_grad_(False))
+    return model.eval().requires_grad_(False)

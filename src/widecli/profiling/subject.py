@@ -12,14 +12,15 @@ from torch import Tensor
 
 from widecli.engine.model import InferenceModel
 from widecli.engine.routing import RandomMasks
-from widecli.engine.weights import ModelWeights
+from widecli.engine.weights import ModelWeights, take_weights
 from widecli.errors import UsageError
 from widecli.model import checkpoint
 from widecli.model.backbone import load_backbone, resolve_dtype
-from widecli.model.plan import ModelShape, RoutingPlan
+from widecli.model.patterns import build_codebooks
+from widecli.model.plan import ModelShape, PatternPlan, RoutingPlan
 from widecli.model.routed import build_routers
 from widecli.profiling.bound import Phase
-from widecli.profiling.shapes import config_of_shape, random_weights
+from widecli.profiling.shapes import config_of_shape, random_model
 from widecli.recipe.schema import ModelSection
 
 Masks = Literal["learned", "random"]
@@ -42,6 +43,8 @@ class Settings:
     energy: bool = False
     breakdown: bool = False
     throughput: bool = False
+    compare_hf: bool = False
+    patterns: int | None = None  # that a random row picks from, None = groups skip one by one
     seconds: float = 5.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -64,27 +67,35 @@ class Outline:
 
 @dataclass(frozen=True)
 class Variant:
-    """One routed model. `sparsity` None = what its routers decide."""
+    """One routed model. `sparsity` None = what its routers decide; variants of one plan share model and `masks`."""
 
     sparsity: float | None
     plan: RoutingPlan
     model: InferenceModel
+    masks: RandomMasks | None = None
+
+    def prepare(self) -> None:
+        """Make the model's masks this variant's."""
+        if self.masks is not None and self.sparsity is not None:
+            self.masks.skip(self.sparsity)
 
     @property
     def label(self) -> str:
         """For people."""
         rate = "learned" if self.sparsity is None else f"S {100 * self.sparsity:.4g} %"
-        return f"{rate}, G {self.plan.ffn_group_size}"
+        patterns = f", {self.plan.patterns.described}" if self.plan.patterns else ""
+        return f"{rate}, G {self.plan.ffn_group_size}{patterns}"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Everything loaded."""
+    """Everything loaded. `hugging_face`: the module whose weights these are."""
 
     outline: Outline
     dense: InferenceModel
     variants: tuple[Variant, ...]
     text: Tensor | None  # tokens of real text, where decisions depend on it
+    hugging_face: Any
 
     def prompts(self, batch: int, tokens: int) -> Tensor:
         """int64 [B, T] on the host: consecutive pieces of the text, from its beginning again at its end; or random."""
@@ -94,10 +105,17 @@ class Subject:
         return self.text.repeat(-(-batch * tokens // len(self.text)))[: batch * tokens].view(batch, tokens)
 
 
-def random_plans(shape: ModelShape, group_sizes: tuple[int, ...], like: RoutingPlan | None) -> tuple[RoutingPlan, ...]:
-    """A plan for each group size, otherwise like a checkpoint's. Raises UsageError for a size that does not fit."""
+def random_plans(
+    shape: ModelShape, group_sizes: tuple[int, ...], like: RoutingPlan | None, patterns: int | None
+) -> tuple[RoutingPlan, ...]:
+    """A plan for each group size, otherwise like a checkpoint's; with `patterns` FFNs run one of so many.
+
+    Raises UsageError for a size that does not fit.
+    """
     base = like or RoutingPlan(shape.query_heads_per_kv_head, group_sizes[0], _RANK)
-    if base.patterns is not None:  # a random mask is no pattern
+    if patterns is not None:
+        base = dataclasses.replace(base, mode="patterns", patterns=PatternPlan(patterns))
+    elif base.patterns is not None:  # a random mask is no pattern
         base = dataclasses.replace(base, mode="wide", patterns=None)
     plans = tuple(dataclasses.replace(base, ffn_group_size=size) for size in group_sizes)
     for plan in plans:
@@ -105,7 +123,9 @@ def random_plans(shape: ModelShape, group_sizes: tuple[int, ...], like: RoutingP
     return plans
 
 
-def outline_of_shape(name: str, dtype: str, device: torch.device, group_sizes: tuple[int, ...]) -> tuple[Outline, Any]:
+def outline_of_shape(
+    name: str, dtype: str, device: torch.device, group_sizes: tuple[int, ...], patterns: int | None
+) -> tuple[Outline, Any]:
     """A known shape and its config; makes nothing."""
     config = config_of_shape(name)
     shape = ModelShape.from_config(config)
@@ -116,40 +136,42 @@ def outline_of_shape(name: str, dtype: str, device: torch.device, group_sizes: t
         bool(config.tie_word_embeddings),
         int(config.max_position_embeddings),
         device,
-        random_plans(shape, group_sizes, None),
+        random_plans(shape, group_sizes, None, patterns),
     )
     return outline, config
 
 
 def subject_of_shape(outline: Outline, config: Any, settings: Settings) -> Subject:
     """Random weights of that shape, and random masks."""
-    weights = random_weights(config, outline.device, outline.dtype)
-    return with_random_masks(outline, weights, settings)
+    model = random_model(config, outline.device, outline.dtype)
+    return with_random_masks(outline, take_weights(model), settings, model)
 
 
-def load_dense(name: str, dtype: str, group_sizes: tuple[int, ...]) -> tuple[Outline, ModelWeights]:
+def load_dense(
+    name: str, dtype: str, group_sizes: tuple[int, ...], patterns: int | None
+) -> tuple[Outline, InferenceModel]:
     """A dense model, to be measured with random masks."""
     model = InferenceModel.from_dense(load_backbone(ModelSection.model_validate({"name": name, "dtype": dtype})))
-    return _outline_of(name, model, random_plans(model.shape, group_sizes, None)), model.weights
+    return _outline_of(name, model, random_plans(model.shape, group_sizes, None, patterns)), model
 
 
 def load_checkpoint(
-    directory: Path, dtype: str | None, group_sizes: tuple[int, ...] | None
+    directory: Path, dtype: str | None, group_sizes: tuple[int, ...] | None, patterns: int | None
 ) -> tuple[Outline, InferenceModel]:
     """A checkpoint; `group_sizes` where random masks replace its decisions."""
     checkpoint.refuse_incomplete(directory)
     model = InferenceModel.from_checkpoint(directory, dtype=dtype)
     if model.plan is None or model.counter is None:
         raise UsageError(f"{directory} routes nothing: its plan leaves every part of every layer dense")
-    plans = (model.plan,) if group_sizes is None else random_plans(model.shape, group_sizes, model.plan)
+    plans = (model.plan,) if group_sizes is None else random_plans(model.shape, group_sizes, model.plan, patterns)
     return _outline_of(checkpoint.read_config(directory).backbone.id, model, plans), model
 
 
 def subject_of_checkpoint(outline: Outline, model: InferenceModel, settings: Settings, words: str) -> Subject:
     """The checkpoint on the text `words`, with its own decisions or (`settings.masks`) random ones."""
-    if settings.masks == "random":
-        return with_random_masks(outline, model.weights, settings)
     assert model.plan is not None and model.backbone is not None
+    if settings.masks == "random":
+        return with_random_masks(outline, model.weights, settings, model.backbone.model)
     needed = max(settings.batches) * max(settings.prompts)
     encoded = model.backbone.tokenizer(
         words[: _CHARACTERS_A_TOKEN * needed + 1000], add_special_tokens=False, verbose=False
@@ -158,18 +180,20 @@ def subject_of_checkpoint(outline: Outline, model: InferenceModel, settings: Set
         raise UsageError("the text has no tokens: name a longer one with --text")
     text = torch.tensor(encoded, dtype=torch.int64)
     variant = Variant(None, model.plan, model)
-    return Subject(outline, InferenceModel.from_dense(model.weights), (variant,), text)
+    dense = InferenceModel.from_dense(model.weights)
+    return Subject(outline, dense, (variant,), text, model.backbone.model)
 
 
-def with_random_masks(outline: Outline, weights: ModelWeights, settings: Settings) -> Subject:
+def with_random_masks(outline: Outline, weights: ModelWeights, settings: Settings, hugging_face: Any) -> Subject:
     """Any weights with routers that have learned nothing, each decision replaced by a random mask."""
     variants = []
     for plan in outline.plans:
-        routers = build_routers(plan, outline.shape).to(outline.device)
-        for sparsity in settings.sparsities:
-            masks = RandomMasks(sparsity)
-            variants.append(Variant(sparsity, plan, InferenceModel.from_routed(weights, plan, routers, masks)))
-    return Subject(outline, InferenceModel.from_dense(weights), tuple(variants), None)
+        masks = RandomMasks(settings.sparsities[0])
+        routers = build_routers(plan, outline.shape)
+        codebooks = build_codebooks(plan.layers(outline.shape))
+        model = InferenceModel.from_routed(weights, plan, routers, masks, codebooks)
+        variants += [Variant(sparsity, plan, model, masks) for sparsity in settings.sparsities]
+    return Subject(outline, InferenceModel.from_dense(weights), tuple(variants), None, hugging_face)
 
 
 def _outline_of(name: str, model: InferenceModel, plans: tuple[RoutingPlan, ...]) -> Outline:

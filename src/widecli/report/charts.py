@@ -262,6 +262,8 @@ def _speed_lines(measured: Sequence[ThroughputPoint], axis: str, others: Sequenc
     for point in measured:
         if getattr(point, axis) is not None:
             name = ", ".join([*(f"{key} {point.shown(key)}" for key in others), f"G {point.shown('group_size')}"])
+            if point.patterns is not None:
+                name += f", {point.patterns:g} patterns"
             groups.setdefault(name, []).append(point)
     lines: dict[str, list[ThroughputPoint]] = {}
     for name, points in groups.items():

@@ -72,7 +72,10 @@ def _line_name(point: Point, axis: Axis) -> str:
 
 @dataclass(frozen=True)
 class ThroughputPoint:
-    """One setting that a profile run measured; times in milliseconds (medians), `speedup` = dense / routed."""
+    """One setting that a profile run measured; times in milliseconds (medians), `speedup` = dense / routed.
+
+    `transformers_ms`: the same dense model through Hugging Face, where it was compared.
+    """
 
     model: str
     run: str
@@ -86,13 +89,17 @@ class ThroughputPoint:
     dense_ms: float | None
     routed_ms: float | None
     speedup: float
+    transformers_ms: float | None = None
+    mode: str | None = None
+    patterns: float | None = None
 
     @property
     def label(self) -> str:
         """The setting in one line."""
         sparsity = "" if self.sparsity is None else f", S {100 * self.sparsity:.4g} %"
         setting = f"batch {self.shown('batch')}, prompt {self.shown('prompt')}{sparsity}"
-        return f"{self.phase.upper()}, {setting}, {self.masks} masks"
+        patterns = "" if self.patterns is None else f", {self.patterns:g} patterns"
+        return f"{self.phase.upper()}, {setting}{patterns}, {self.masks} masks"
 
     @property
     def times(self) -> str:
@@ -123,7 +130,7 @@ def throughput(runs: Iterable[StoredRun], models: Mapping[str, str]) -> list[Thr
 
 
 def _order(point: ThroughputPoint) -> tuple[str | float, ...]:
-    sizes = (point.prompt, point.batch, point.sparsity, point.group_size)
+    sizes = (point.prompt, point.batch, point.patterns, point.sparsity, point.group_size)
     return (point.model, point.phase, *(size or 0.0 for size in sizes))
 
 
@@ -145,4 +152,7 @@ def _throughput_point(point: Mapping[str, Any], run: str, model: str, speedup: f
         dense_ms=median("dense"),
         routed_ms=median("routed"),
         speedup=speedup,
+        transformers_ms=median("hugging_face"),
+        mode=point.get("mode"),
+        patterns=number(point.get("patterns")),
     )
