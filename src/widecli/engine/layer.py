@@ -58,10 +58,15 @@ class Layer:
 
     def _attend(self, x: Tensor, step: Step) -> tuple[Tensor, Route | None]:
         heads, kv_heads, size = self._heads
-        normalised, route = self._decide(x, step, self.attention, self.weights.attention_norm)
+        # One row waits for launches: keys and values, which nobody skips, then come with the queries.
+        together = len(x) == 1 and self.attention is not None and self.attention.always > 0
+        normalised, route, mask = self._decide(x, step, self.attention, self.weights.attention_norm, extended=together)
         with within("qkv"):
-            if route is None:
-                parts = _project(normalised, self.weights.qkv)
+            if route is None or together:
+                if route is None:
+                    parts = _project(normalised, self.weights.qkv)
+                else:
+                    parts = wk.gemm_mn(normalised, self.weights.qkv.weight, bias=self.weights.qkv.bias, mask=mask)
                 q, k, v = torch.split(parts, [heads * size, kv_heads * size, kv_heads * size], -1)
             else:
                 q = wk.gemm_mn(normalised, self._q.weight, bias=self._q.bias, **route.arguments)
@@ -84,7 +89,7 @@ class Layer:
             with within("norm_route"):
                 normalised, route = normalise(x, self.weights.ffn_norm), attention_route
         else:
-            normalised, route = self._decide(x, step, self.ffn, self.weights.ffn_norm)
+            normalised, route, _ = self._decide(x, step, self.ffn, self.weights.ffn_norm)
         if route is None:
             with within("gate_up"):
                 hidden = activate_gate(_project(normalised, self.weights.gate_up), self.activation)
@@ -107,12 +112,18 @@ class Layer:
         hidden = wk.gemm_mn(x, gate.weight, bias=gate.bias, activation=self.activation, **arguments)
         return hidden * wk.gemm_mn(x, up.weight, bias=up.bias, **arguments)
 
-    def _decide(self, x: Tensor, step: Step, decision: Decision | None, norm: Norm) -> tuple[Tensor, Route | None]:
+    def _decide(
+        self, x: Tensor, step: Step, decision: Decision | None, norm: Norm, extended: bool = False
+    ) -> tuple[Tensor, Route | None, Tensor | None]:
+        """(normalised x, the route, and if `extended` the mask with the groups that every row runs behind its own)."""
         with within("norm_route"):
             if decision is None:
-                return normalise(x, norm), None
-            normalised, decided = decision.take(x)
-            return normalised, step.route(decided)
+                return normalise(x, norm), None, None
+            normalised, decided = decision.take(x, extended)
+            if not extended:
+                return normalised, step.route(decided), None
+            assert isinstance(decided, Tensor)  # patterns have no such groups
+            return normalised, step.route(decided[:, : decision.groups]), decided
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,11 @@ class Route:
 class Masks(Protocol):
     """Decides in place of the routers."""
 
-    def take(self, index: int, learned: Tensor) -> Tensor:
-        """The mask of decision `index` in place of what its router says, bool [rows, N]; no host sync."""
+    def take(self, index: int, learned: Tensor, always: int = 0) -> Tensor:
+        """The mask of decision `index` in place of what its router says, bool [rows, N]; no host sync.
+
+        The last `always` columns are no groups of the decision: they stay True.
+        """
 
     def choose(self, index: int, learned: Choice) -> Choice:
         """The same for rows that pick patterns."""
@@ -63,15 +66,17 @@ class RandomMasks:
         self.sparsity = sparsity
         self.seed = seed
         self._masks: dict[tuple[int, int, int], Tensor] = {}
+        self._always: dict[tuple[int, int, int], int] = {}
         self._ids: dict[tuple[int, int, int], Tensor] = {}
         self._patterns: dict[int, Tensor] = {}
         self._numbered: dict[tuple[int, float, int], Tensor] = {}  # by index, sparsity, seed: numbering takes a while
 
-    def take(self, index: int, learned: Tensor) -> Tensor:
+    def take(self, index: int, learned: Tensor, always: int = 0) -> Tensor:
         """The mask of decision `index`, of the shape of `learned`."""
         key = (index, *learned.shape)
         if key not in self._masks:
-            self._masks[key] = torch.empty_like(learned)
+            self._masks[key] = torch.ones_like(learned)
+            self._always[key] = always
             self._draw(key)
         return self._masks[key]
 
@@ -109,7 +114,7 @@ class RandomMasks:
         self._ids.clear()
 
     def _draw(self, key: tuple[int, int, int]) -> None:
-        mask = self._masks[key]
+        mask = self._masks[key][:, : key[2] - self._always[key]]
         mask.copy_(torch.rand(mask.shape, generator=self._generator(key[0], mask), device=mask.device) >= self.sparsity)
 
     def _draw_ids(self, key: tuple[int, int, int]) -> None:
@@ -136,6 +141,9 @@ class Decision:
 
     With a codebook rows pick patterns: `by_pattern` hands on what they picked, else it is made the mask that it is. A
     codebook with all patterns there are decides group by group.
+
+    `always` more groups that every row runs can be had behind its own: the mask of a projection that does more than
+    what is routed. The router is given outputs for them that say so, which costs no launch.
     """
 
     def __init__(
@@ -146,6 +154,7 @@ class Decision:
         masks: Masks | None,
         codebook: Codebook | None = None,
         by_pattern: bool = False,
+        always: int = 0,
     ) -> None:
         self.index = index
         self.groups = router.groups
@@ -156,22 +165,29 @@ class Decision:
         self._scores = None if codebook is None or codebook.size.complete else PatternScores(router, codebook)
         self._fused = self._scores is None and router.tap == "residual"
         self._w1 = router.plain_down_weight().contiguous()
-        self._b1, self._w2, self._b2 = (t.detach() for t in (router.down.bias, router.up.weight, router.up.bias))
+        self._b1, w2, b2 = (t.detach() for t in (router.down.bias, router.up.weight, router.up.bias))
+        self._outputs = (w2, b2)
+        self.always = always if self._fused else 0
+        certain = b2.new_tensor([1.0, 0.0]).repeat(self.always)  # execute, skip
+        self._more_outputs = (F.pad(w2, (0, 0, 0, len(certain))), torch.cat((b2, certain)))
 
-    def take(self, x: Tensor) -> tuple[Tensor, Tensor | Choice]:
-        """x [rows, D] -> (normalised x, mask bool [rows, N] or the rows' choice)."""
+    def take(self, x: Tensor, extended: bool = False) -> tuple[Tensor, Tensor | Choice]:
+        """x [rows, D] -> (normalised x, mask bool [rows, N] or the rows' choice).
+
+        `extended`: a mask [rows, N + always].
+        """
         if self._scores is not None:
             choice = self._scores.choose(x)
             if self.masks is not None:
                 choice = self.masks.choose(self.index, choice)
             return normalise(x, self._norm), choice if self._by_pattern else choice.mask
         if self._fused:
-            weights = (self._norm.weight, self._w1, self._b1, self._w2, self._b2)
-            normalised, mask = wk.norm_route(x, *weights, self._norm.eps)
+            outputs = self._more_outputs if extended else self._outputs
+            normalised, mask = wk.norm_route(x, self._norm.weight, self._w1, self._b1, *outputs, self._norm.eps)
         else:
             normalised, mask = normalise(x, self._norm), argmax_gate(margins(self._router(x)))
         if self.masks is not None:
-            mask = self.masks.take(self.index, mask)
+            mask = self.masks.take(self.index, mask, self.always if extended else 0)
         return normalised, mask
 
 
