@@ -135,3 +135,19 @@ def test_evaluations_under_other_versions_are_noted(tmp_path: Path) -> None:
     path.write_text(json.dumps(summary))
     (note,) = read(tmp_path).notes
     assert "transformers" in note and "eval-x" in note and "eval-y" in note
+
+
+def test_converted_patterns_are_no_runs_of_the_recipe_that_they_would_be_trained_with(tmp_path: Path) -> None:
+    write_pair(tmp_path, "trained", perplexity=70.0, mode="patterns")
+    for name, perplexity in (("recorded", 50.0), ("older", 51.0)):
+        path = write_evaluation(tmp_path, name, of="trained", mode="patterns", perplexity=perplexity)
+        summary = json.loads((path / "summary.json").read_text())
+        summary["checkpoint"] = f"conv/{name}"
+        if name == "recorded":
+            summary["origin"] = {"checkpoint": "runs/calibrate-bits/checkpoints/step-000300", "command": "patterns"}
+        (path / "summary.json").write_text(json.dumps(summary))
+    results = read(tmp_path)
+    assert row(results.frame, "eval-trained")["stage"] == "calibrate"
+    routed = [point for point in points(results.frame) if point.mode != "dense"]
+    found = {point.series: point.figures["perplexity wikitext2"].value for point in routed}
+    assert found == {"patterns": 70.0, "converted patterns": 50.5}

@@ -50,7 +50,7 @@ def evaluate(job: Evaluation, note: Note, store: Store) -> dict[str, Any]:
     if config is None:
         backbone = _load(job.model, note)
         alone = measurement(backbone=backbone).dense()
-        nothing = {"plan": None, "steps": None, "skip_rate": None, "adapter": None, "merged": False}
+        nothing = {"plan": None, "steps": None, "skip_rate": None, "adapter": None, "merged": False, "origin": None}
         return _summary(job, backbone.identity, alone, None, nothing)
     assert job.checkpoint is not None
     own = job.model.model_copy(update={"name": str(job.checkpoint), "revision": None})  # weights beside the routers
@@ -77,6 +77,7 @@ def evaluate(job: Evaluation, note: Note, store: Store) -> dict[str, Any]:
         "recipe_hash": config.recipe_hash,
         "adapter": dict(config.adapter) if config.adapter else None,
         "merged": config.merged is not None,
+        "origin": dict(config.origin) if config.origin else None,
     }
     return _summary(job, config.backbone if config.merged else backbone.identity, found, dense, details)
 

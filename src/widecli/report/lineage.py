@@ -21,10 +21,11 @@ def producer_of(run: StoredRun, candidates: Sequence[StoredRun]) -> StoredRun | 
 
     Recipe hash and plan must agree, where both runs record them. Then the checkpoint's own folder decides, then the
     folder's name (run directories get moved and archived), then the path the candidate recorded, then the hash alone;
-    a candidate beside `run` goes before one elsewhere. What stays ambiguous is not guessed.
+    a candidate beside `run` goes before one elsewhere. What stays ambiguous is not guessed. No run makes a converted
+    checkpoint.
     """
     checkpoint = run.summary.get("checkpoint")
-    if not isinstance(checkpoint, str):
+    if not isinstance(checkpoint, str) or converted(run):
         return None
     fitting = [other for other in candidates if _agree(run, other)]
     folder = _run_folder(checkpoint)
@@ -40,6 +41,18 @@ def producer_of(run: StoredRun, candidates: Sequence[StoredRun]) -> StoredRun | 
             if len(choice) == 1:
                 return choice[0]
     return None
+
+
+def converted(run: StoredRun) -> bool:
+    """Whether a run measured what `wide patterns` made of a checkpoint, without training.
+
+    Older evaluations do not record it; what they measured then lay in a folder that is no run's.
+    """
+    summary = run.summary
+    if "origin" in summary:
+        return bool((summary["origin"] or {}).get("command") == "patterns")
+    by_patterns = (summary.get("plan") or {}).get("mode") == "patterns"
+    return by_patterns and PurePath(str(summary.get("checkpoint"))).parent.name != "checkpoints"
 
 
 def _agree(run: StoredRun, other: StoredRun) -> bool:

@@ -20,7 +20,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from widecli.report.find import StoredRun
-from widecli.report.lineage import producer_of, producers
+from widecli.report.lineage import converted, producer_of, producers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,6 +87,9 @@ def figure_columns(frame: pd.DataFrame) -> list[str]:
     return [str(column) for column in frame.columns if str(column).startswith(FIGURES)]
 
 
+_PATTERN_SIZES = ("routing.pattern_count", "routing.pattern_segments", "routing.pattern_parts")
+
+
 def _identity(run: StoredRun, producer: StoredRun | None, model: str) -> dict[str, Any]:
     """What a row is. The producer's recipe describes it; a stored evaluation may have had another one."""
     summary, recipe = run.summary, (producer or run).recipe
@@ -108,7 +111,11 @@ def _identity(run: StoredRun, producer: StoredRun | None, model: str) -> dict[st
         for key, value in flat(recipe).items()
         if key not in _NOT_CONFIGURATION and key.split(".")[0] not in _NOT_CONFIGURATION_SECTIONS
     }
-    stage = producer.command if producer else "calibrate"
+    stage = producer.command if producer else "patterns" if converted(run) else "calibrate"
+    if plan.get("patterns"):  # the plan says how many there are
+        settings = {key: value for key, value in settings.items() if key not in _PATTERN_SIZES}
+    if stage == "patterns":  # its recipe is that of a second stage
+        settings = {key: value for key, value in settings.items() if not key.startswith("routing.pattern_")}
     settings |= {f"plan.{key}": value for key, value in flat(plan).items()} | {"steps": steps, "stage": stage}
     if not recipe:  # nothing says that two such runs are of one kind
         settings["run"] = summary.get("checkpoint") or run.label

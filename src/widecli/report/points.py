@@ -46,6 +46,8 @@ class Point:
     @property
     def series(self) -> str:
         """What a plot's legend calls it."""
+        if self.stage == "patterns":
+            return "converted patterns"
         return self.mode if self.stage in (DENSE, "calibrate") else f"{self.mode} + {self.stage}"
 
     @property

@@ -91,7 +91,10 @@ def convert_checkpoint(source: Path, out: Path, settings: Settings, note: Note, 
     )
     recipe = described(recipe, settings.patterns)
     converted = replace(
-        converted, recipe_hash=recipe_hash(recipe), achieved=found.achieved, origin=checkpoint.origin_of(source)
+        converted,
+        recipe_hash=recipe_hash(recipe),
+        achieved=found.achieved,
+        origin={**checkpoint.origin_of(source), "command": "patterns"},
     )
     extra: dict[str, Any] = {}
     if adapter is not None:
