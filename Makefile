@@ -12,10 +12,10 @@ export OMP_WAIT_POLICY ?= PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint check bench profile clean
+.PHONY: help setup demo test lint check bench profile profile-sweep clean
 
 help: ## List the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
 setup: $(READY) ## Make .venv with everything, the embedded model too
 
@@ -38,6 +38,12 @@ bench: $(READY) ## Check and time the operators of wide_kernels (needs a GPU)
 profile: $(READY) ## Measure Llama-3.1-8B shapes end to end (needs a large GPU; six minutes on an H200)
 	$(BIN)/wide profile --shape llama-3.1-8b --ttft --batch 1 --prompt 1024,4096,16384 --sparsity 0,0.5 --G 128,512 --breakdown --seconds 12
 	$(BIN)/wide profile --shape llama-3.1-8b --tpot --batch 1,8,32 --prompt 1024,16384 --gen 64 --sparsity 0,0.5 --G 128,512 --breakdown --seconds 4
+
+SHARES = 0,0.1,0.2,0.3,0.4,0.5,0.6,0.7
+
+profile-sweep: $(READY) ## Measure the same by the share that is skipped, G = 64, 128, 512 (five minutes on an H200)
+	$(BIN)/wide profile --shape llama-3.1-8b --ttft --prompt 16384 --sparsity $(SHARES) --G 64,128,512 --seconds 25
+	$(BIN)/wide profile --shape llama-3.1-8b --tpot --prompt 1024 --gen 64 --sparsity $(SHARES) --G 64,128,512 --seconds 25
 
 clean: ## Remove the virtual environment and caches; runs/ stays
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

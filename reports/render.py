@@ -1,4 +1,4 @@
-"""Render the tables of reports/README.md and the pages of reports/kernels: `python reports/render.py`.
+"""Render reports/README.md and the pages of reports/kernels and reports/profile: `python reports/render.py`.
 
 Every row is one run; its folder holds the summary, the recipe, the environment and, for a calibration, the metrics.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import render_kernels
 import render_patterns
+import render_profile
 from render_kernels import table
 
 HERE = Path(__file__).parent
@@ -196,7 +197,7 @@ def insert(path: Path, mark: str, text: str) -> None:
 
 
 def main() -> None:
-    """Write README.md here, the tables of the project's README and a page beside each record of kernels."""
+    """Write README.md here, the tables of the project's README, and the pages of kernels and profiles."""
     evals, runs = load(PLAIN, "eval"), load(PLAIN, "calibrate")
     for name, run in runs.items():
         run["settings"] = settings(name)
@@ -222,6 +223,8 @@ def main() -> None:
     render_kernels.render(HERE / "kernels")
     record = json.loads((HERE / "kernels" / "h200.json").read_text())
     insert(HERE.parent / "README.md", "kernels", render_kernels.short(record))
+    if profiles := render_profile.render(HERE / "profile"):
+        insert(HERE.parent / "README.md", "profile", render_profile.short(profiles))
 
 
 if __name__ == "__main__":

@@ -167,6 +167,44 @@ def test_memory_energy_breakdown_and_throughput(wide: Wide) -> None:
     assert "cannot be skipped" in done.err and "tokens/s at batch" in done.err
 
 
+def test_its_records_become_a_page(
+    wide: Wide, workplace: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(repository / "reports"))
+    import render_profile
+
+    shares = ("--sparsity", "0,0.25,0.5")
+    first = wide(
+        "profile", *SHAPE, *shares, "--prompt", 8, "--breakdown", "--compare-hf", "--run-dir", "kept/both", "--json"
+    )
+    second = wide("profile", *SHAPE, "--prompt", 8, "--G", 16, "--patterns", 9, "--run-dir", "kept/patterns", "--json")
+    assert first.code == second.code == 0, first.err + second.err
+    (workplace / "kept" / "notes.json").write_text('{"both": "launches limit it"}')
+    records = render_profile.render(workplace / "kept")
+    assert [record.name for record in records] == ["both", "patterns"]
+    text = (workplace / "kept" / "README.md").read_text()
+    points = first.document["points"]
+    for point in points:
+        figures = [render_profile.milliseconds(point[side]["p50_ms"]) for side in ("dense", "routed")]
+        start = f"| 128x256x2 | {point['phase'].upper()} | 1 | 8 | random, G=64 | {100 * point['sparsity']:.1f} |"
+        (row,) = [row for row in text.splitlines() if row.startswith(start)]
+        theirs = render_profile.milliseconds(point["hugging_face"]["p50_ms"])
+        for shown in (*figures, theirs, f"{point['speedup']:.2f}x", f"{100 * point['routed']['bound_reached']:.1f}"):
+            assert f" {shown} |" in row
+    for title in ("Nothing skipped", "End to end", "By what is skipped", "Where the time goes", "Runs"):
+        assert f"## {title}" in text
+    assert "## Memory" not in text and "random, G=16, 9 patterns" in text
+    assert f"{100 * points[0]['speedup']:.1f} | `both` |" in text
+    nothing, half = points[0], points[2]
+    again = {point["phase"]: point for point in points if point["sparsity"] == 0.5}
+    dense, routed = (again["ttft"][side]["p50_ms"] + 63 * again["tpot"][side]["p50_ms"] for side in ("dense", "routed"))
+    assert f"| 50.0 | {dense / routed:.2f}x |" in text
+    assert f"| {nothing['speedup']:.2f}x | " in text and f" | {half['speedup']:.2f}x | `both` |" in text
+    assert "| gate and up | " in text and "  - launches limit it" in text
+    table = render_profile.short(records)
+    assert table.count("TTFT, batch 1, prompt 8") == 2 and f"| {100 * nothing['speedup']:.1f} |" in table
+
+
 def test_a_meter_adds_joules(wide: Wide, monkeypatch: pytest.MonkeyPatch) -> None:
     class Meter:
         def joules(self, call: Any) -> float:

@@ -1,0 +1,295 @@
+"""Render the runs of `wide profile` in reports/profile as one page: `wide profile ... --run-dir reports/profile/NAME`.
+
+A run's folder holds `summary.json` and `environment.json`. `notes.json` beside the folders says what else must be known
+of a run, by its name: what stands between a figure and its bound, and what was done about it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from render_kernels import table
+
+HEAD = """# Profiles
+
+Written by `reports/render.py` from the records in this folder; no figure is typed by hand. Times are medians. TTFT is
+prompt in to first token, TPOT the time of each further one; dense and routed run the same code in turns, so does
+transformers (one forward pass with the faster of cuDNN's and Flash attention; `generate` with a static cache, compiled)
+on the same weights. Beside a time stands the share of its bound that it reached: the time that its FLOPs and bytes
+alone would take by the device's data sheet. S is the share of groups skipped, G the channels of an FFN group.
+"""
+PARTS = {
+    "embed": "embedding",
+    "norm_route": "norms and routers",
+    "qkv": "Q, K, V",
+    "rope_cache": "rotation, cache write",
+    "attention": "attention",
+    "o": "O",
+    "gate_up": "gate and up",
+    "down": "down",
+    "lm_head": "LM head",
+    "statistics": "counting what was skipped",
+    "other": "other",
+    "launch_gaps": "launch gaps",
+}
+_FLAT = 5e-3  # share of a step below which a part has no row
+_CURVE = 3  # shares of skipping that make a curve
+_END_TO_END_TOKENS = (64, 128, 512)
+
+Point = dict[str, Any]
+
+
+class Record(NamedTuple):
+    """One run."""
+
+    name: str
+    summary: dict[str, Any]
+    environment: dict[str, Any]
+
+    @property
+    def points(self) -> list[Point]:
+        """Its points."""
+        return list(self.summary["points"])
+
+
+def load(folder: Path) -> list[Record]:
+    """All records below `folder`, by name."""
+    found = []
+    for path in sorted(folder.glob("*/summary.json")):
+        environment = path.with_name("environment.json")
+        known = json.loads(environment.read_text()) if environment.is_file() else {}
+        found.append(Record(path.parent.name, json.loads(path.read_text()), known))
+    return [record for record in found if record.summary.get("command") == "profile"]
+
+
+def groups_of(point: Point) -> str:
+    """How a point's rows are routed, but for the share."""
+    patterns = f", {point['patterns']} patterns" if point.get("patterns") else ""
+    return f"{point['masks']}, G={point['group_size']}{patterns}"
+
+
+def percent(value: float | None) -> str:
+    """A fraction as percent."""
+    return "" if value is None else f"{100 * value:.1f}"
+
+
+def milliseconds(value: float | None) -> str:
+    """Three digits, or all before the point."""
+    return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _everything(records: list[Record]) -> Iterator[tuple[Record, Point]]:
+    pairs = [(record, point) for record in records for point in record.points]
+    return iter(sorted(pairs, key=lambda pair: _order(*pair)))
+
+
+def _order(record: Record, point: Point) -> tuple[Any, ...]:
+    keys = ("batch", "prompt", "group_size")
+    return (record.summary["model"], point["phase"], *(point[key] for key in keys), groups_of(point), point["sparsity"])
+
+
+def times(records: list[Record]) -> str:
+    """One row a point."""
+    rows = []
+    for record, point in _everything(records):
+        dense, routed, theirs = point["dense"], point["routed"], point.get("hugging_face")
+        rows.append(
+            [
+                record.summary["model"],
+                point["phase"].upper(),
+                str(point["batch"]),
+                f"{point['prompt']:,}",
+                groups_of(point),
+                percent(point["sparsity"]),
+                milliseconds(dense["p50_ms"]),
+                percent(dense["bound_reached"]),
+                milliseconds(routed["p50_ms"]),
+                percent(routed["bound_reached"]),
+                f"{point['speedup']:.2f}x",
+                milliseconds(theirs["p50_ms"]) if theirs else "",
+                f"{theirs['p50_ms'] / dense['p50_ms']:.2f}x" if theirs else "",
+                f"`{record.name}`",
+            ]
+        )
+    head = ["model", "phase", "batch", "prompt", "masks", "S, %", "dense, ms", "of bound, %", "routed, ms"]
+    return table([*head, "of bound, %", "speed-up", "transformers, ms", "our dense over it", "run"], rows)
+
+
+def nothing_skipped(records: list[Record]) -> str:
+    """What routing itself costs: routers run and nothing is skipped."""
+    rows = [
+        [
+            record.summary["model"],
+            point["phase"].upper(),
+            str(point["batch"]),
+            f"{point['prompt']:,}",
+            groups_of(point),
+            f"{100 * point['speedup']:.1f}",
+            f"`{record.name}`",
+        ]
+        for record, point in _everything(records)
+        if point["sparsity"] == 0
+    ]
+    return table(["model", "phase", "batch", "prompt", "masks", "of dense, %", "run"], rows) if rows else ""
+
+
+def end_to_end(records: list[Record]) -> str:
+    """First token and further ones together, from points of both phases."""
+    found: dict[tuple[Any, ...], dict[str, Point]] = defaultdict(dict)
+    for record, point in _everything(records):
+        key = (record.summary["model"], point["batch"], point["prompt"], groups_of(point), point["sparsity"])
+        if point["masks"] == "random":  # a learned share differs from phase to phase
+            found[key].setdefault(point["phase"], point)
+    rows = []
+    for (model, batch, prompt, groups, sparsity), phases in found.items():
+        if len(phases) < 2:
+            continue
+        row = [model, str(batch), f"{prompt:,}", groups, percent(sparsity)]
+        for tokens in _END_TO_END_TOKENS:
+            dense, routed = (
+                phases["ttft"][side]["p50_ms"] + (tokens - 1) * phases["tpot"][side]["p50_ms"]
+                for side in ("dense", "routed")
+            )
+            row.append(f"{dense / routed:.2f}x")
+        rows.append(row)
+    head = ["model", "batch", "prompt", "masks", "S, %", *(f"{n} tokens" for n in _END_TO_END_TOKENS)]
+    return table(head, rows) if rows else ""
+
+
+def curves(records: list[Record]) -> str:
+    """Speed-up by what is skipped, where a run has several shares."""
+    found: dict[tuple[Any, ...], dict[float, float]] = defaultdict(dict)
+    for record, point in _everything(records):
+        key = (record.summary["model"], point["phase"], point["batch"], point["prompt"], groups_of(point), record.name)
+        found[key][point["sparsity"]] = point["speedup"]
+    found = {key: by for key, by in found.items() if len(by) >= _CURVE}
+    shares = sorted({share for by in found.values() for share in by})
+    rows = [
+        [
+            *(model, phase.upper(), str(batch), f"{prompt:,}", groups),
+            *(f"{by[share]:.2f}x" if share in by else "" for share in shares),
+            f"`{name}`",
+        ]
+        for (model, phase, batch, prompt, groups, name), by in found.items()
+    ]
+    head = ["model", "phase", "batch", "prompt", "masks", *(f"{100 * share:g} %" for share in shares), "run"]
+    return table(head, rows) if rows else ""
+
+
+def breakdowns(records: list[Record]) -> str:
+    """Milliseconds by part, one table a cell: dense and every variant, each beside its bound."""
+    cells: dict[tuple[Any, ...], list[Point]] = defaultdict(list)
+    for record, point in _everything(records):
+        if point["dense"].get("breakdown_ms"):
+            cells[record.name, record.summary["model"], point["phase"], point["batch"], point["prompt"]].append(point)
+    texts = []
+    for (name, model, phase, batch, prompt), points in cells.items():
+        dense = points[0]["dense"]
+        steps = [dense, *(point["routed"] for point in points)]
+        heads = ["dense", *(f"{groups_of(point)}, S={percent(point['sparsity'])} %" for point in points)]
+        whole = dense["p50_ms"]
+        rows = []
+        for part, label in PARTS.items():
+            if not any(step["breakdown_ms"].get(part, 0.0) > _FLAT * whole for step in steps):
+                continue
+            row = [label]
+            for step in steps:
+                row += [milliseconds(step["breakdown_ms"].get(part)), milliseconds(step["bound_parts_ms"].get(part))]
+            rows.append(row)
+        sums = ["**step**"]
+        for step in steps:
+            sums += [f"**{milliseconds(step['p50_ms'])}**", milliseconds(step["bound_ms"])]
+        columns = [column for head in heads for column in (head, "bound")]
+        texts.append(
+            f"{model}, {phase.upper()}, batch {batch}, prompt {prompt:,} (`{name}`); {percent(dense['fixed_share'])} % "
+            f"of the dense step cannot be skipped.\n\n{table(['part, ms', *columns], [*rows, sums])}"
+        )
+    return "\n".join(texts)
+
+
+def resources(records: list[Record]) -> str:
+    """Peak memory and energy, where they were measured."""
+    rows = []
+    for record, point in _everything(records):
+        sides = [point["dense"], point["routed"]]
+        peaks = [side.get("memory", {}).get("peak_bytes") for side in sides]
+        joules = [side.get("joules_per_token") for side in sides]
+        if any(value is not None for value in (*peaks, *joules)):
+            where = [record.summary["model"], point["phase"].upper(), str(point["batch"]), f"{point['prompt']:,}"]
+            shown = ["" if peak is None else f"{peak / 2**30:.1f}" for peak in peaks]
+            shown += ["" if value is None else f"{value:.3g}" for value in joules]
+            rows.append([*where, groups_of(point), percent(point["sparsity"]), *shown])
+    head = ["model", "phase", "batch", "prompt", "masks", "S, %", "dense, GiB", "routed, GiB", "dense, J/token"]
+    return table([*head, "routed, J/token"], rows) if rows else ""
+
+
+def runs(records: list[Record], notes: dict[str, str]) -> str:
+    """Where each run was made, its command, and what must be known of it."""
+    lines = []
+    for record in records:
+        known, summary = record.environment, record.summary
+        versions = known.get("versions", {})
+        facts = [summary["device_name"] or known.get("cpu") or summary["device"], summary["dtype"]]
+        facts += [f"{name} {versions[name]}" for name in ("torch", "triton", "transformers") if versions.get(name)]
+        facts += [f"driver {known['gpu_driver']}"] if known.get("gpu_driver") else []
+        facts += [str(known.get("date", ""))[:10]]
+        command = " ".join(known.get("command_line", []))
+        remarks = [*summary["notes"], *([notes[record.name]] if record.name in notes else [])]
+        lines.append(f"- `{record.name}`: {', '.join(filter(None, facts))}; `{command}`")
+        lines += [f"  - {remark}" for remark in remarks]
+    return "\n".join(lines) + "\n"
+
+
+def page(records: list[Record], notes: dict[str, str]) -> str:
+    """The whole page."""
+    sections = {
+        "Times": times(records),
+        "Nothing skipped: what routing itself costs": nothing_skipped(records),
+        "End to end": end_to_end(records),
+        "By what is skipped": curves(records),
+        "Where the time goes": breakdowns(records),
+        "Memory and energy": resources(records),
+        "Runs": runs(records, notes),
+    }
+    return "\n".join([HEAD, *(f"## {title}\n\n{text}" for title, text in sections.items() if text)])
+
+
+def short(records: list[Record]) -> str:
+    """What the project's README shows: dense, routed at about half skipped, nothing skipped, transformers."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = defaultdict(dict)
+    for record, point in _everything(records):
+        key = (record.summary["model"], point["phase"], point["batch"], point["prompt"], groups_of(point))
+        if point["sparsity"] == 0:
+            found[key]["nothing"] = f"{100 * point['speedup']:.1f}"
+        elif point["masks"] == "learned" or point["sparsity"] == 0.5:
+            found[key] |= {"point": point}
+        if theirs := point.get("hugging_face"):
+            found[key]["theirs"] = milliseconds(theirs["p50_ms"])
+    rows = []
+    for (model, phase, batch, prompt, groups), row in found.items():
+        if point := row.get("point"):
+            figures = [milliseconds(point[side]["p50_ms"]) for side in ("dense", "routed")]
+            reached = [percent(point[side]["bound_reached"]) for side in ("dense", "routed")]
+            rows.append(
+                [
+                    *(model, f"{phase.upper()}, batch {batch}, prompt {prompt:,}", groups, percent(point["sparsity"])),
+                    *(row.get("theirs", ""), figures[0], reached[0], figures[1], reached[1]),
+                    *(f"{point['speedup']:.2f}x", row.get("nothing", "")),
+                ]
+            )
+    head = ["model", "", "masks", "S, %", "transformers, ms", "dense, ms", "of bound, %", "routed, ms", "of bound, %"]
+    return table([*head, "speed-up", "at S = 0, % of dense"], rows)
+
+
+def render(folder: Path) -> list[Record]:
+    """Write README.md in `folder`, where it holds records; returns them."""
+    records = load(folder)
+    if records:
+        notes = folder / "notes.json"
+        known = json.loads(notes.read_text()) if notes.is_file() else {}
+        (folder / "README.md").write_text(page(records, known))
+    return records
