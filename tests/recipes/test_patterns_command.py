@@ -85,6 +85,22 @@ def test_the_engine_runs_the_masks_that_the_patterns_are(wide: Wide, converted: 
     assert torch.allclose(session.prefill(ids).float(), expected, atol=1e-3)
 
 
+def test_a_profile_of_patterns_runs_and_names_them(wide: Wide, converted: Outcome, held_out: Path) -> None:
+    common = ("--prompt", 16, "--gen", 4, "--seconds", 0, "--json")
+    done = wide("profile", "three", "--text", held_out, "--breakdown", "--compare-hf", *common)
+    assert done.code == 0, done.err
+    assert [point["phase"] for point in done.document["points"]] == ["ttft", "tpot"]
+    for point in done.document["points"]:
+        assert (point["mode"], point["patterns"], point["masks"]) == ("patterns", 3, "learned")
+        assert 0.1 < point["skip_rate"]["ffn"] < 0.9 and point["hugging_face"]["n"] >= 3
+        assert {"gate_up", "down", "norm_route"} <= set(point["routed"]["breakdown_ms"])
+    by_groups = wide("profile", "three", "--masks", "random", "--tpot", "--G", 16, *common)
+    assert by_groups.code == 0, by_groups.err
+    (point,) = by_groups.document["points"]
+    assert (point["mode"], point["patterns"], point["masks"]) == ("wide", None, "random")
+    wide("profile", "three", "--patterns", 3).refused_with("--patterns need --masks random")
+
+
 def test_all_patterns_are_the_independent_bits(wide: Wide, run: Outcome) -> None:
     done = wide("patterns", "calibrated", "--size", 16, "--parts", "all", "--tokens", 256, "--out", "all", "--json")
     assert done.code == 0, done.err

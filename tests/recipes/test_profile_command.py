@@ -250,6 +250,12 @@ def test_random_masks_on_a_checkpoint_take_any_rate_and_group_size(wide: Wide, r
     assert (point["masks"], point["sparsity"], point["group_size"]) == ("random", 0.75, 32)
 
 
+def test_a_dtype_may_be_asked_for(wide: Wide) -> None:
+    done = wide("profile", *SHAPE, "--dtype", "bfloat16", "--prompt", 8, "--tpot", "--json")
+    assert done.code == 0, done.err
+    assert done.document["dtype"] == "bfloat16" and done.document["points"][0]["routed"]["p50_ms"] > 0
+
+
 def test_the_newest_checkpoint_is_taken(wide: Wide, run: Outcome, workplace: Path) -> None:
     for age, name in enumerate(["calibrate-b", "calibrate-a"]):
         shutil.copytree(workplace / "calibrated", workplace / "runs" / name)
