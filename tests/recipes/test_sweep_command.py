@@ -16,6 +16,8 @@ from whole_commands import Wide, invoke
 
 from widecli.recipe.files import shipped_recipes
 from widecli.sweep import local
+from widecli.sweep.jobs import Job
+from widecli.sweep.logs import opened_log
 
 TWO = ("--sparsity", "0.3,0.5", "--steps", 2)
 
@@ -24,6 +26,7 @@ class InThisProcess:
     """An executor whose jobs are over when they have started, one at a time."""
 
     slots = 1
+    outlives = False
 
     def __init__(self, *_: object, **__: object) -> None:
         self.ran: list[list[str]] = []
@@ -32,25 +35,33 @@ class InThisProcess:
     def has_room(self) -> bool:
         return self.last is None or self.last.was_polled
 
-    def start(self, arguments: Sequence[str], log: Path) -> Any:
+    def start(self, job: Job, arguments: Sequence[str]) -> Any:
         self.ran.append(list(arguments))
         done = invoke(*arguments)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_text(done.err)
-        self.last = Ended(done.code)
+        with opened_log(job.log or Path("none"), arguments) as output:
+            output.write(done.err.encode())
+        self.last = Ended(done.code, done.err)
         return self.last
+
+    def submit(self) -> None:
+        pass
 
 
 class Ended:
     where = "CPU"
+    since = 0.0
 
-    def __init__(self, code: int) -> None:
+    def __init__(self, code: int, said: str = "") -> None:
         self.code = code
+        self.said = said
         self.was_polled = False
 
     def poll(self) -> int:
         self.was_polled = True
         return self.code
+
+    def error(self) -> str:
+        return self.said.rpartition("error: ")[2].strip()
 
     def stop(self) -> None:
         pass
@@ -153,7 +164,7 @@ def test_a_profile_of_every_calibration_joins(
 ) -> None:
     commands_run: list[list[str]] = []
 
-    def start(self: InThisProcess, arguments: Sequence[str], log: Path) -> Ended:
+    def start(self: InThisProcess, job: Job, arguments: Sequence[str]) -> Ended:
         commands_run.append(list(arguments))
         quick = ("--batch", "1", "--prompt", "16", "--gen", "4", "--seconds", "0.1", "--text", "h.txt")
         self.last = Ended(invoke(*arguments, *(quick if arguments[0] == "profile" else ())).code)
@@ -230,7 +241,7 @@ def test_a_signal_ends_the_sweep_with_its_exit_code_and_starts_nothing_more(
     code: int,
     words: str,
 ) -> None:
-    def start(self: InThisProcess, arguments: Sequence[str], log: Path) -> Ended:
+    def start(self: InThisProcess, job: Job, arguments: Sequence[str]) -> Ended:
         ran.append(list(arguments))
         os.kill(os.getpid(), number)
         self.last = Ended(75)  # as a calibration ends when it is asked to

@@ -213,9 +213,11 @@ def test_children_save_and_end_when_the_sweep_itself_is_killed(bench: Bench) -> 
     import subprocess
 
     code = (
-        "import sys, time; from pathlib import Path; from widecli.sweep.local import LocalExecutor\n"
+        "import sys, time; from pathlib import Path\n"
+        "from widecli.sweep.jobs import Job; from widecli.sweep.local import LocalExecutor\n"
+        "job = Job('orphan', 'calibrate', Path, list, log=Path(sys.argv[4]))\n"
         "program = (sys.executable, '-S', '-c', sys.argv[1])\n"
-        "LocalExecutor((), program=program).start(['long', sys.argv[2], sys.argv[3]], Path(sys.argv[4]))\n"
+        "LocalExecutor((), program=program).start(job, ['long', sys.argv[2], sys.argv[3]])\n"
         "time.sleep(60)"
     )
     folder = bench.folder / "orphan"

@@ -88,14 +88,19 @@ def prepare(
 
 
 def evaluation_name(job: Evaluation) -> str:
-    """`<run or model>-<step or dense>-<hash of the protocol>`."""
+    """`<run or model>-<step or dense>-<hash of the protocol and of the checkpoint's routers and adapter>`.
+
+    So an evaluation of a run that was made anew under its name (`--overwrite`) is another evaluation.
+    """
     import hashlib
     import json
 
     from widecli.evaluate.protocol import EvalProtocol
+    from widecli.model.checkpoint import content_hash
 
     protocol = json.dumps(EvalProtocol.from_section(job.section).as_dict(), sort_keys=True)
-    digest = hashlib.sha256(protocol.encode()).hexdigest()[:8]
+    content = f"/{content_hash(job.checkpoint)}" if job.checkpoint else ""
+    digest = hashlib.sha256(f"{protocol}{content}".encode()).hexdigest()[:8]
     if job.checkpoint is None:
         stem = job.model.name.rstrip("/").rsplit("/", 1)[-1].lower()
         return f"{stem}-dense-{digest}"

@@ -97,10 +97,11 @@ class _Builder:
         for stage, start in trained.items():
             if stage not in self.stages and not (stage == "calibrate" and len(trained) == 1):
                 continue  # only what this sweep trains is measured, a calibration at least
+            of_stage = "" if stage == "calibrate" else f" {stage}"
             if "eval" in self.stages:
-                jobs["eval" if stage == "calibrate" else f"eval {stage}"] = self.evaluation(point, start)
-        if "profile" in self.stages:  # the calibration alone: an adapter is merged, which changes no speed
-            jobs["profile"] = self.profile(calibration)
+                jobs[f"eval{of_stage}"] = self.evaluation(point, start)
+            if "profile" in self.stages:
+                jobs[f"profile{of_stage}"] = self.profile(start)
         self.plan.of_point.append(jobs)
 
     def calibration(self, point: Point, refusal: str | None) -> Job:
@@ -172,7 +173,10 @@ class _Builder:
 
     def profile(self, start: Job) -> Job:
         def folder() -> Path:
-            return _directory("profile", _path(start).name.removeprefix("calibrate-"))
+            from widecli.model.checkpoint import content_hash, resolve
+
+            path = _path(start)  # its hash: a run made anew under the same name is timed anew
+            return _directory("profile", f"{path.name.removeprefix('calibrate-')}-{content_hash(resolve(path))}")
 
         return self.job(
             f"profile-{_behind(start)}",

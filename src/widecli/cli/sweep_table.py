@@ -45,6 +45,8 @@ class SweepTable:
         """A job's state has changed."""
         if job.state is State.FAILED:
             warn(f"{job.name} failed: {job.error}")
+        elif job.state is State.WAITING and job.error:
+            warn(f"{job.name} waits again: {job.error}")
         elif not console.is_terminal:
             news = _words(job) + self._left() if job.state.is_over else f"started on {job.where}"
             note(f"{job.name}: {news}")
@@ -106,7 +108,8 @@ def _words(job: Job) -> str:
     if job.state is State.RUNNING:
         step = job.step()
         done = f", step {step}/{job.steps}" if step else ""
-        return f"{job.where}, {duration(job.elapsed)}{done}"
+        time = f", {duration(job.elapsed)}" if job.elapsed >= 1 else ""  # in a queue it does not run
+        return f"{job.where}{time}{done}"
     if job.state is State.DONE and job.seconds is not None:
         return f"done in {duration(job.seconds)}"
     return str(job.state)

@@ -227,6 +227,21 @@ def origin_of(directory: Path) -> dict[str, Any]:
     }
 
 
+def content_hash(directory: Path) -> str:
+    """Names what a checkpoint decides and adds: 8 hex digits of its routers, their patterns and its adapter."""
+    from widecli.model.adapter import WEIGHTS
+
+    config = read_config(directory)
+    names = routing_files(config) + ((f"{config.adapter_folder}/{WEIGHTS}",) if config.adapter_folder else ())
+    digest = hashlib.sha256()
+    try:
+        for name in names:
+            digest.update((directory / name).read_bytes())
+    except OSError as error:
+        raise UsageError(f"{directory} cannot be read ({error}); take another checkpoint") from error
+    return digest.hexdigest()[:8]
+
+
 def load_routing(directory: Path, routed: RoutedModel) -> None:
     """Fill a model's routers and codebooks from a checkpoint of its plan, exactly. Raises UsageError."""
     load_routers(directory, routed.routers)

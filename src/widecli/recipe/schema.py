@@ -214,6 +214,39 @@ class TrackSection(Section):
     run_dir: str | None = Field(None, description="default: runs/<command>-<name>")
 
 
+class SlurmSection(Section):
+    """What `wide sweep --executor slurm` asks of the cluster, for every run alike."""
+
+    partition: str | None = Field(None, description="default: the cluster's")
+    account: str | None = Field(None, description="who pays; default: yours")
+    time: str | PositiveInt = Field(
+        "4:00:00",
+        description="minutes, or Slurm's D-HH:MM:SS; a training that is not done by then goes on in a next turn",
+    )
+    gpus: Annotated[int, Field(ge=0)] = Field(1, description="GPUs of a run; 0 = CPU only")
+    cpus: PositiveInt = Field(4, description="CPU cores of a run")
+    mem: str | None = Field(None, description="memory of a run, such as 64G; default: the cluster's")
+    extra: dict[str, Any] = Field(
+        default_factory=dict, description="further sbatch options by their long names: {qos: low, constraint: h100}"
+    )
+    setup: tuple[str, ...] = Field((), description="shell lines before each run, such as module load cuda")
+    max_jobs: PositiveInt = Field(100, description="most jobs of the sweep in the queue at once, waiting or running")
+    notice: PositiveInt = Field(120, description="seconds before the time limit at which a run is asked to save")
+    poll: Annotated[float, Field(gt=0)] = Field(10.0, description="seconds between looks at the queue")
+
+    @model_validator(mode="after")
+    def _extra_is_extra(self) -> SlurmSection:
+        own = {"partition": "partition", "account": "account", "time": "time", "mem": "mem", "cpus-per-task": "cpus"}
+        own |= {"gpus-per-node": "gpus", "gpus": "gpus", "array": "max_jobs", "signal": "notice"}
+        for name in self.extra:
+            plain = name.lstrip("-").replace("_", "-")
+            if plain in own:
+                raise ValueError(f"{plain} is no extra option of sbatch here: set sweep.slurm.{own[plain]}")
+            if plain in ("job-name", "output", "error", "open-mode", "requeue", "no-requeue", "chdir"):
+                raise ValueError(f"the sbatch option {plain} belongs to the sweep and cannot be set")
+        return self
+
+
 class SweepSection(Section):
     """A grid of runs around the rest of the recipe; read by `wide sweep` alone."""
 
@@ -226,6 +259,9 @@ class SweepSection(Section):
     lora: dict[str, Any] = Field(
         default_factory=dict, description="recipe key -> value that the second stage takes instead of the first's"
     )
+    executor: Literal["local", "slurm"] = Field("local", description="this machine, or the cluster that it submits to")
+    retries: Annotated[int, Field(ge=0)] = Field(0, description="times that a run which failed is started again")
+    slurm: SlurmSection = SlurmSection()
 
 
 class Recipe(Section):

@@ -61,6 +61,7 @@ class Job:
     path: Path | None = None
     error: str | None = None
     seconds: float | None = None
+    failures: int = 0
     where: str = ""
     log: Path | None = None
     started: float = field(default=0.0, repr=False)
@@ -135,7 +136,7 @@ def time_left(jobs: Sequence[Job], slots: int) -> tuple[float, bool]:
         if job.stage in typical:
             elapsed = job.elapsed if job.state is State.RUNNING else 0.0
             seconds += max(0.0, typical[job.stage] - elapsed)
-    return seconds / max(1, slots), all(job.stage in typical for job in left)
+    return seconds / max(1, min(slots, len(left))), all(job.stage in typical for job in left)
 
 
 def counted(jobs: Sequence[Job]) -> str:

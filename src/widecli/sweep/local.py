@@ -7,9 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
+
+from widecli.sweep.jobs import Job
+from widecli.sweep.logs import last_error, opened_log
 
 _PR_SET_PDEATHSIG = 1
 PROGRAM = (sys.executable, "-m", "widecli")
@@ -26,6 +30,8 @@ def visible_gpus() -> list[str]:
 
 class LocalExecutor:
     """Starts commands as child processes, each of which sees one GPU, or the CPU when there is none."""
+
+    outlives = False
 
     def __init__(
         self,
@@ -53,23 +59,26 @@ class LocalExecutor:
         """Whether a device is free."""
         return bool(self._free)
 
-    def start(self, arguments: Sequence[str], log: Path) -> _Child:
+    def start(self, job: Job, arguments: Sequence[str]) -> _Child:
         """Start `wide ARGUMENTS` on the next free device."""
+        assert job.log is not None
         slot = self._free.pop(0)
         gpu = self._devices[slot]
         environment = {**os.environ, **self._environment}
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
         try:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("ab") as output:
-                output.write(f"$ wide {' '.join(arguments)}\n".encode())
-                output.flush()
+            with opened_log(job.log, arguments) as output:
+                begins = output.tell()
                 process = self._spawn(arguments, environment, output)
         except BaseException:
             self._release(slot)
             raise
-        return _Child(process, "CPU" if gpu is None else f"GPU {gpu}", lambda: self._release(slot))
+        where = "CPU" if gpu is None else f"GPU {gpu}"
+        return _Child(process, where, job.log, begins, lambda: self._release(slot))
+
+    def submit(self) -> None:
+        """Nothing is left to do: `start` has started it."""
 
     def _spawn(
         self, arguments: Sequence[str], environment: Mapping[str, str], output: IO[bytes]
@@ -91,9 +100,13 @@ class LocalExecutor:
 
 
 class _Child:
-    def __init__(self, process: subprocess.Popen[bytes], where: str, ended: Callable[[], None]) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], where: str, log: Path, begins: int, ended: Callable[[], None]
+    ) -> None:
         self.where = where
+        self.since = time.monotonic()
         self._process = process
+        self._log, self._begins = log, begins
         self._ended: Callable[[], None] | None = ended
 
     def poll(self) -> int | None:
@@ -102,6 +115,9 @@ class _Child:
             self._ended()
             self._ended = None
         return code
+
+    def error(self) -> str:
+        return last_error(self._log, self._begins, self._process.returncode)
 
     def stop(self) -> None:
         if self._process.poll() is None:

@@ -22,10 +22,11 @@ _WAIT_FOR_LOCK_S = 60.0
 
 
 def sweep_directory(recipe: Recipe) -> Path:
-    """`track.run_dir`, else `runs/sweep-<model>-<hash>`, whose hash covers the recipe and its axes."""
+    """`track.run_dir`, else `runs/sweep-<model>-<hash>`, whose hash covers recipe and axes, not where it runs."""
     if recipe.track.run_dir is not None:
         return Path(recipe.track.run_dir).expanduser()
-    digest = hashlib.sha256(recipe.model_dump_json(exclude={"track"}).encode()).hexdigest()[:8]
+    content = recipe.model_dump_json(exclude={"track": True, "sweep": {"executor", "retries", "slurm"}})
+    digest = hashlib.sha256(content.encode()).hexdigest()[:8]
     model = run_name(ResolvedRecipe(recipe, "", digest)).split(f"-{recipe.routing.mode}-s")[0]
     return RUNS / f"sweep-{model}-{digest}"
 

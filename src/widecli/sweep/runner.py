@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from widecli.errors import WideError
+from widecli.errors import UsageError, WideError
 from widecli.sweep.jobs import Job, State
 from widecli.track.run import Run
 
 PREEMPTED = 75  # exit code of a command that saved its state
+INTERRUPTED = 130  # a person ended it
+_NOT_AGAIN = (UsageError.exit_code, INTERRUPTED)  # a retry would end the same way, or against someone's will
 _GRACE_S = 300.0  # a training step on a large model, and a checkpoint
 _POLL_S = 0.2
 
@@ -22,10 +24,19 @@ _POLL_S = 0.2
 class Handle(Protocol):
     """A job on its way."""
 
-    where: str
+    @property
+    def where(self) -> str:
+        """The device or machine, or what it waits for, in a word or two."""
+
+    @property
+    def since(self) -> float | None:
+        """When it began to run (`time.monotonic`); None while it waits for its turn."""
 
     def poll(self) -> int | None:
-        """The exit code (negative: a signal's number), None while it runs."""
+        """The exit code (negative: a signal's number), None while it is on its way."""
+
+    def error(self) -> str:
+        """The sentence with which it ended badly; asked after `poll` gave its code."""
 
     def stop(self) -> None:
         """Ask it to save and end."""
@@ -35,15 +46,20 @@ class Handle(Protocol):
 
 
 class Executor(Protocol):
-    """Where jobs run."""
+    """Where jobs run: the processes of this machine, or a cluster's queue."""
 
     slots: int
+    outlives: bool
+    """Jobs go on when the sweep ends, and the next start of the sweep finds them."""
 
     def has_room(self) -> bool:
         """Whether another job can start now."""
 
-    def start(self, arguments: Sequence[str], log: Path) -> Handle:
-        """Start `wide ARGUMENTS`; what it prints is appended to `log`."""
+    def start(self, job: Job, arguments: Sequence[str]) -> Handle:
+        """Start `wide ARGUMENTS`; what it prints is appended to `job.log`."""
+
+    def submit(self) -> None:
+        """Send off what was started since the last call, where that is done for many at once. Raises WideError."""
 
 
 class Stop:
@@ -85,6 +101,8 @@ def run_jobs(
     changed: Callable[[Job], None],
     waiting: Callable[[], None] = lambda: None,
     stop: Stop | None = None,
+    retries: int = 0,
+    found: Mapping[Job, Handle] | None = None,
 ) -> None:
     """Run every waiting job, in the order given as far as their needs allow; returns when none can go on.
 
@@ -94,40 +112,73 @@ def run_jobs(
         logs: folder of one log file a job.
         changed: called after a job's state has changed.
         waiting: called again and again meanwhile.
-        stop: when it is requested, no job starts any more and running ones are asked to end.
+        stop: when it is requested, no job starts any more and running ones are asked to end; those of an executor that
+            outlives the sweep are left alone.
+        retries: times that a job which failed is started again.
+        found: jobs that are on their way already.
     """
     stop = stop or Stop()
-    running: dict[Job, tuple[Handle, int]] = {}
+    running = dict(found or {})
+    for job in running:
+        job.state = State.RUNNING
     asked_at: float | None = None
     try:
         while True:
             if not stop.requested:
-                for job in jobs:
-                    if job.state is State.WAITING and (started := _advance(job, executor, logs, changed)):
-                        running[job] = started
+                _start_waiting(jobs, executor, logs, changed, running)
+            elif executor.outlives:
+                break
             elif asked_at is None:
                 asked_at = time.monotonic()
-                for handle, _ in running.values():
+                for handle in running.values():
                     handle.stop()
             elif len(stop.received) > 1 or time.monotonic() - asked_at > _GRACE_S:
-                for handle, _ in running.values():
+                for handle in running.values():
                     handle.kill()
-            if not running:
+            if not running and not (executor.outlives and any(job.state is State.WAITING for job in jobs)):
                 break
             waiting()
             time.sleep(_POLL_S)
-            for job, (handle, log_start) in list(running.items()):
-                if (code := handle.poll()) is not None:
+            for job, handle in list(running.items()):
+                code = handle.poll()
+                job.where, job.started = handle.where, handle.since or time.monotonic()
+                if code is not None:
                     del running[job]
-                    _settle(job, code, log_start, stopping=stop.requested)
+                    _settle(job, handle, code, stopping=stop.requested, outlives=executor.outlives, retries=retries)
                     changed(job)
     finally:  # also when the table or the manifest cannot be written
-        for handle, _ in running.values():
-            handle.stop()
+        if not executor.outlives:
+            for handle in running.values():
+                handle.stop()
 
 
-def _advance(job: Job, executor: Executor, logs: Path, changed: Callable[[Job], None]) -> tuple[Handle, int] | None:
-    """Start a waiting job if it can; returns its handle and where in its log this start begins."""
+def _start_waiting(
+    jobs: Sequence[Job],
+    executor: Executor,
+    logs: Path,
+    changed: Callable[[Job], None],
+    running: dict[Job, Handle],
+) -> None:
+    """Start the waiting jobs that can, into `running`. Raises WideError when the executor takes none of them."""
+    started = []
+    for job in jobs:
+        if job.state is State.WAITING and (handle := _advance(job, executor, logs, changed)):
+            running[job] = handle
+            started.append(job)
+    try:
+        executor.submit()
+    except WideError:
+        for job in started:
+            job.state = State.WAITING
+            del running[job]
+        raise
+    for job in started:
+        job.where = running[job].where
+        changed(job)
+
+
+def _advance(job: Job, executor: Executor, logs: Path, changed: Callable[[Job], None]) -> Handle | None:
+    """Start a waiting job if it can; settles what need not or cannot start."""
     if bad := next((need for need in job.needs if need.state.is_over and not need.state.is_good), None):
         job.state = State.STOPPED if bad.state is State.STOPPED else State.SKIPPED
         job.error = bad.error if bad.state is State.STOPPED else "what it needs failed"
@@ -143,41 +194,28 @@ def _advance(job: Job, executor: Executor, logs: Path, changed: Callable[[Job], 
         if job.only_reuse is not None:
             raise WideError(job.only_reuse)
         job.log = logs / f"{job.name}.log"
-        log_start = job.log.stat().st_size if job.log.exists() else 0
-        job.seconds, job.started = None, time.monotonic()
-        handle = executor.start(job.arguments(), job.log)
+        job.seconds, job.error, job.started = None, None, time.monotonic()
+        handle = executor.start(job, job.arguments())
     except WideError as error:
         job.fail(str(error))
         changed(job)
         return None
-    job.state, job.where = State.RUNNING, handle.where
-    changed(job)
-    return handle, log_start
+    job.state = State.RUNNING
+    return handle
 
 
-def _settle(job: Job, code: int, log_start: int, *, stopping: bool) -> None:
+def _settle(job: Job, handle: Handle, code: int, *, stopping: bool, outlives: bool, retries: int) -> None:
     seconds = job.elapsed
-    if code == 0:
-        if job.path is not None and Run(job.path, job.stage).is_finished:
-            job.state, job.seconds = State.DONE, seconds
-        else:
-            job.fail(f"it ended well but left no finished run in {job.path}")
+    if code == 0 and job.path is not None and Run(job.path, job.stage).is_finished:
+        job.state, job.seconds = State.DONE, seconds
+    elif code == PREEMPTED and outlives:  # the machine was wanted back: it goes on where it was, in a new turn
+        job.state, job.error = State.WAITING, handle.error()
     elif code == PREEMPTED or (stopping and code < 0):
         job.state, job.error = State.STOPPED, "stopped by a signal; run the sweep again to continue it"
     else:
-        job.fail(last_error(job.log, log_start, code))
-
-
-def last_error(log: Path | None, start: int, code: int) -> str:
-    """The sentence with which a command ended, from its log after byte `start`; else its last line."""
-    lines: list[str] = []
-    if log is not None and log.exists():
-        with log.open("rb") as handle:
-            handle.seek(start)
-            lines = [line.strip() for line in handle.read().decode("utf-8", "replace").splitlines() if line.strip()]
-    sentences = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    if sentences:
-        return sentences[-1]
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
-    return lines[-1] if lines else f"exit code {code}, and nothing in its log"
+        error = handle.error() if code else f"it ended well but left no finished run in {job.path}"
+        job.failures += 1
+        if job.failures > retries or code in _NOT_AGAIN or stopping:
+            job.fail(error)
+        else:
+            job.state, job.error = State.WAITING, f"{error} (it is tried again, {job.failures} of {retries})"
