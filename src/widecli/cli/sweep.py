@@ -131,6 +131,7 @@ def plan_sweep(recipe: Recipe, plan: Plan, folder: Path) -> dict[str, Any]:
     from widecli.cli.sweep_table import print_grid
     from widecli.storage import plain
     from widecli.sweep.manifest import manifest
+    from widecli.sweep.slurm import sbatch_options
 
     document = {"schema": "wide.dry_run/1", "command": "sweep", **manifest(folder, recipe, plan)}
     document |= {"executor": recipe.sweep.executor}
@@ -145,6 +146,8 @@ def plan_sweep(recipe: Recipe, plan: Plan, folder: Path) -> dict[str, Any]:
                 total += figures["seconds_on_reference"]
             document["reference"] = figures["reference"]
     document |= {"seconds_on_reference": total, "reference": document.get("reference", "one H200")}
+    if recipe.sweep.executor == "slurm":
+        document["sbatch"] = sbatch_options(recipe.sweep.slurm)
     print_grid(plan, document)
     found: dict[str, Any] = plain(document)
     return found

@@ -147,6 +147,8 @@ def print_grid(plan: Plan, document: dict[str, Any]) -> None:
     note(f"{len(plan.points)} points, {counted(plan.jobs)}")
     note(f"training still to do takes about {time}; evaluations are not estimated")
     note(f"it would run in {document['run_dir']}")
+    if "sbatch" in document:
+        note(f"each run as a job of Slurm: sbatch {' '.join(document['sbatch'])}")
 
 
 def _planned(job: Job) -> Text:

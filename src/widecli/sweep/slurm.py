@@ -9,12 +9,13 @@ arguments, texts all of them, in a pickle of its own; nothing here reads one, an
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +121,7 @@ class SlurmExecutor:
     def _submit(self, batch: list[SlurmHandle]) -> None:
         import submitit
 
-        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+        name = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
         folder = self._folder / "slurm" / name
         # written before and after: a batch whose number was lost in between is found by its name in the queue
         document = {"schema": _SCHEMA, "name": f"{self._folder.name}.{name}", "tasks": [h.name for h in batch]}
@@ -129,7 +130,8 @@ class SlurmExecutor:
         executor.update_parameters(**parameters(self.section, str(document["name"])))
         records = [folder / f"{index}.json" for index in range(len(batch))]
         try:
-            with _submission_environment(self.section):
+            # submitit prints what sbatch complains of, and raises it
+            with _submission_environment(self.section), contextlib.redirect_stderr(io.StringIO()):
                 jobs = executor.map_array(
                     slurm_task.run,
                     *zip(*(handle.task for handle in batch), strict=True),
@@ -288,6 +290,15 @@ def parameters(section: SlurmSection, name: str) -> dict[str, Any]:
         "additional_parameters": more,
     }
     return {key: value for key, value in given.items() if value is not None}
+
+
+def sbatch_options(section: SlurmSection) -> list[str]:
+    """The options that every job is submitted with, as people write them."""
+    given = parameters(section, "")
+    options = {key.replace("_", "-"): value for key, value in given.items() if isinstance(value, (str, int))}
+    options = {key: value for key, value in options.items() if key not in ("job-name", "array-parallelism")}
+    options |= given["additional_parameters"]
+    return [f"--{key}" if value is True else f"--{key}={value}" for key, value in options.items()]
 
 
 def refuse_without_slurm() -> None:

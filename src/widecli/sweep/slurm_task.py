@@ -65,7 +65,7 @@ def run(
         write_json(file, {**facts, "state": "ended", "exit_code": 0})
         return
     if code == _PREEMPTED or (stop and code < 0):
-        saved = sorted(path.name for path in Path(run_dir, "checkpoints").glob("*"))
+        saved = max((path.name for path in Path(run_dir, "checkpoints").glob("*")), default="")
         facts |= {"saved": saved, "idle_stops": facts["idle_stops"] + 1 if saved == facts["saved"] else 0}
         if facts["idle_stops"] < _IDLE_STOPS:
             # first the record: once the job is back in the queue, this process may be killed at any moment
