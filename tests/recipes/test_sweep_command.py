@@ -159,7 +159,7 @@ def test_second_stages_share_their_calibration(
     only_measured.refused_with("no finished calibration", "add calibrate to --stages", code=1)
 
 
-def test_a_profile_of_every_calibration_joins(
+def test_a_profile_of_every_calibration_and_every_adapter_joins(
     wide: Wide, tiny_recipe: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands_run: list[list[str]] = []
@@ -173,13 +173,55 @@ def test_a_profile_of_every_calibration_joins(
     (workplace / "h.txt").write_text("A text of some words. " * 40)
     monkeypatch.setattr(InThisProcess, "start", start)
     monkeypatch.setattr(local, "LocalExecutor", InThisProcess)
-    done = wide("sweep", tiny_recipe, "--steps", 1, "--stages", "calibrate,profile", "--json")
+    options = ("--steps", 1, "--stages", "calibrate,lora,profile", "--json")
+    done = wide("sweep", tiny_recipe, *options)
     assert done.code == 0, done.err
-    assert commands(commands_run) == ["calibrate", "profile"]
-    (run,) = Path("runs").glob("profile-*")
-    assert json.loads((run / "summary.json").read_text())["checkpoint"].startswith("runs/calibrate-")
+    assert sorted(commands(commands_run)) == ["calibrate", "lora", "profile", "profile"]
+    assert states(done.document) == [dict.fromkeys(("calibrate", "profile", "lora", "profile lora"), "done")]
+    measured = {json.loads((run / "summary.json").read_text())["checkpoint"] for run in Path("runs").glob("profile-*")}
+    assert sorted(name.split("-")[0] for name in measured) == ["runs/calibrate", "runs/lora"]
+    report = wide("report", done.document["run_dir"], "--format", "csv", "--json")
+    (model,) = report.document["models"]
+    assert [point["stage"] for point in model["points"]] == ["calibrate", "lora"]
+    assert all("ttft b1 p16" in point["figures"] for point in model["points"])
     together = wide("sweep", tiny_recipe, "--stages", "profile", "--jobs-per-gpu", 2)
     together.refused_with("--jobs-per-gpu 2", "profile")
+
+
+def test_a_calibration_that_was_made_anew_is_evaluated_anew(
+    wide: Wide, tiny_recipe: Path, ran: list[list[str]], workplace: Path
+) -> None:
+    assert wide("sweep", tiny_recipe, "--steps", 1, "--json").code == 0
+    (run,) = Path("runs").glob("calibrate-*")
+    before = sorted(Path("runs").glob("eval-*"))
+    # the same name, other routers
+    assert wide("calibrate", tiny_recipe, "--steps", 2, "--run-dir", run, "--overwrite").code == 0
+    (run / "recipe.yaml").write_text((run / "recipe.yaml").read_text().replace("steps: 2", "steps: 1"))
+    ran.clear()
+    assert wide("sweep", tiny_recipe, "--steps", 1, "--json").code == 0
+    assert commands(ran) == ["eval"] and len(list(Path("runs").glob("eval-*"))) == len(before) + 1
+
+
+def test_a_cluster_that_is_not_here_is_refused_and_where_a_sweep_runs_does_not_name_it(
+    wide: Wide, tiny_recipe: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("submitit")
+    before = sorted(workplace.iterdir())
+    monkeypatch.setenv("PATH", str(workplace))
+    options = ("--executor", "slurm", "--partition", "gpu", "--time", "1:00:00", "--gpus", 2, "--sbatch", "qos=low")
+    wide("sweep", tiny_recipe, *TWO, *options).refused_with("there is no sbatch here", "--executor slurm")
+    wide("sweep", tiny_recipe, *TWO, *options, "--jobs-per-gpu", 2).refused_with("--jobs-per-gpu 2", "Slurm")
+    wide("sweep", tiny_recipe, *TWO, "--executor", "pbs").refused_with("sweep.executor=pbs", "local, slurm")
+    wide("sweep", tiny_recipe, *TWO, "--sbatch", "time=1").refused_with("set sweep.slurm.time")
+    wide("sweep", tiny_recipe, *TWO, "--sbatch", "=1").refused_with("--sbatch =1", "qos=low")
+    wide("sweep", tiny_recipe, *TWO, "--gpus", -1).refused_with("sweep.slurm.gpus=-1")
+    plan = wide("sweep", tiny_recipe, *TWO, *options, "--dry-run", "--json")
+    assert plan.code == 0, plan.err
+    asked = {"--partition=gpu", "--time=1:00:00", "--gpus-per-node=2", "--qos=low", "--requeue", "--signal=USR1@120"}
+    assert asked <= set(plan.document["sbatch"]) and "--partition=gpu" in plan.err
+    here = wide("sweep", tiny_recipe, *TWO, "--dry-run", "--json")
+    assert here.document["run_dir"] == plan.document["run_dir"] and "sbatch" not in here.document
+    assert sorted(workplace.iterdir()) == before
 
 
 def test_axes_that_name_unknown_keys_and_stages_that_are_not_there_are_refused(

@@ -127,7 +127,7 @@ def test_what_sbatch_complains_of_is_passed_on(wide: Wide, tiny_recipe: Path) ->
 def test_three_points_one_of_them_preempted_and_a_sweep_interrupted_and_continued(
     wide: Wide, tiny_recipe: Path, workplace: Path
 ) -> None:
-    what = ("sweep", tiny_recipe, "--sparsity", "0.2,0.3,0.4", "--steps", 800, "train.save_every=1000")
+    what = ("sweep", tiny_recipe, "--sparsity", "0.2,0.3,0.4", "--steps", 400, "train.save_every=1000")
     what += ("--stages", "calibrate", "--wandb", "offline", "--offline", "--json")
     arguments = (*what, "--executor", "slurm", "--gpus", 0, "--cpus", 2, "sweep.slurm.poll=0.5")
 
@@ -138,13 +138,12 @@ def test_three_points_one_of_them_preempted_and_a_sweep_interrupted_and_continue
     left.refused_with("interrupted", code=130)
     assert "3 jobs go on in Slurm without this command" in left.err and "scancel" in left.err
     assert len(in_queue()) == 3
-    wide(*what).refused_with("are in Slurm's queue", "--executor slurm")
-
     # room for a job of the partition that comes first: one of the two running points has to go
     subprocess.run(
         ["sbatch", "--partition=high", "--cpus-per-task=2", "--output=/dev/null", "--wrap=sleep 1"], check=True
     )
     wait_until(lambda: any("stopped by a signal" in log.read_text() for log in logs()))
+    wide(*what).refused_with("are in Slurm's queue", "--executor slurm")
     ids = {file: file.read_text() for file in Path("runs").glob("calibrate-*/wandb.json")}
 
     done = wide(*arguments)

@@ -138,6 +138,17 @@ def test_an_error_of_an_earlier_start_is_not_blamed_on_this_one(bench: Bench) ->
     assert (bench.folder / "logs" / "x.log").read_text().count("$ wide") == 2
 
 
+def test_what_failed_is_tried_again_as_often_as_asked_but_not_what_was_refused(bench: Bench) -> None:
+    jobs = [bench.job("crash", "crash"), bench.job("refused", "fail"), bench.job("good")]
+    said: list[str] = []
+    bench.run(jobs, retries=2, changed=lambda job: said.append(f"{job.name} {job.state} {job.error}"))
+    assert [str(job.state) for job in jobs] == ["failed", "failed", "done"]
+    assert [name for name, _ in bench.events()].count("crash") == 3
+    assert [name for name, _ in bench.events()].count("refused") == 1
+    assert "crash waiting killed by SIGKILL (out of memory?) (it is tried again, 2 of 2)" in said
+    assert jobs[0].error == "killed by SIGKILL (out of memory?)"
+
+
 def stop_when_ready(bench: Bench, name: str, stop: Stop) -> None:
     if (bench.folder / name / "ready").exists() and not stop.requested:
         stop.received.append(signal.SIGTERM)

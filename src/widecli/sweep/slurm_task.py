@@ -73,7 +73,7 @@ def run(
             put_back()
             raise SystemExit(_PREEMPTED)
         code = 1
-        error = f"stopped {_IDLE_STOPS + 1} times without getting on: give it more time (--time), or a calmer partition"
+        error = f"stopped {_IDLE_STOPS} times in a row without getting on: give it more time (--time)"
     else:
         error = last_error(Path(log), begins, code)
     write_json(file, {**facts, "state": "ended", "exit_code": code, "error": error})
