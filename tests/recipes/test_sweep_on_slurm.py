@@ -19,7 +19,8 @@ from slurm_cluster import in_queue, running_cluster, said, why_not
 from widecli.recipe.schema import SlurmSection
 from widecli.sweep.jobs import Job, State
 from widecli.sweep.runner import run_jobs
-from widecli.sweep.slurm import SlurmExecutor, numbers_in_queue
+from widecli.sweep.slurm import SlurmExecutor
+from widecli.sweep.slurm_follow import numbers_in_queue
 
 pytest.importorskip("submitit", reason="submitit is not installed: pip install 'widecli[cluster]'")
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

@@ -19,7 +19,8 @@ from widecli.storage import write_json
 from widecli.sweep import slurm, slurm_queue
 from widecli.sweep.jobs import Job, State
 from widecli.sweep.runner import Stop, run_jobs
-from widecli.sweep.slurm import SlurmExecutor, numbers_in_queue, sbatch_options
+from widecli.sweep.slurm import SlurmExecutor, sbatch_options
+from widecli.sweep.slurm_follow import numbers_in_queue
 
 # Every command writes down how it was called. sbatch takes arrays of at most `most`, else it says what `refusal` holds.
 COMMAND = """#!/bin/sh
@@ -306,6 +307,21 @@ def test_a_job_that_lost_its_machine_is_submitted_again_and_that_is_no_failure(
 
     bench.run(jobs, bench.executor(), waiting=second_time_it_works, retries=0)
     assert job.state is State.DONE and job.failures == 0 and fake.arrays() == [1, 1]
+
+
+def test_a_run_that_gets_nowhere_is_known_as_such_in_its_next_job(fake: FakeSlurm, bench: Bench) -> None:
+    jobs = bench.jobs("a")
+
+    def stop_twice() -> None:
+        first, *second = bench.records()
+        if not second:
+            write_json(first, {"state": "stopped", "idle_stops": 2, "saved": "step-000004", "job": "11"})
+        else:
+            assert json.loads(second[0].read_text()) == {"idle_stops": 2, "saved": "step-000004"}
+            bench.leave()
+
+    bench.run(jobs, bench.executor(), waiting=stop_twice)
+    assert fake.arrays() == [1, 1]
 
 
 def test_the_largest_array_is_the_smaller_of_two_limits(monkeypatch: pytest.MonkeyPatch) -> None:

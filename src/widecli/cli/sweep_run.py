@@ -69,7 +69,8 @@ def _executor(
 ) -> tuple[Executor, Mapping[Job, Handle], str]:
     """Where the jobs run, those that are on their way there already, and the place in words."""
     from widecli.sweep.local import LocalExecutor, visible_gpus
-    from widecli.sweep.slurm import SlurmExecutor, numbers_in_queue
+    from widecli.sweep.slurm import SlurmExecutor
+    from widecli.sweep.slurm_follow import numbers_in_queue
 
     environment = {"WANDB_RUN_GROUP": folder.name}
     if recipe.sweep.executor == "slurm":
@@ -90,7 +91,7 @@ def _executor(
 
 def _say_what_stays(folder: Path) -> None:
     """What a sweep leaves behind in a cluster's queue, and how to come back to it or end it."""
-    from widecli.sweep.slurm import numbers_in_queue
+    from widecli.sweep.slurm_follow import numbers_in_queue
 
     if numbers := numbers_in_queue(folder):
         arrays = list(dict.fromkeys(number.split("_")[0] for number in numbers))

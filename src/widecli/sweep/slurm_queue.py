@@ -90,7 +90,8 @@ def largest_array() -> int:
 def ask(*command: str) -> str:
     """What a command of Slurm prints. Raises WideError with its complaint."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S)
+        # in a session of its own: Ctrl-C is for the sweep
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, start_new_session=True)
     except FileNotFoundError as error:
         raise WideError(f"there is no {command[0]} here: --executor slurm runs on a machine of the cluster") from error
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -19,6 +19,7 @@ from widecli.sweep.logs import last_error, opened_log
 
 _PREEMPTED = 75
 _IDLE_STOPS = 3  # a run that is stopped again and again before it saves anything would be so for ever
+_CARRIED = ("idle_stops", "saved")  # what one turn of a run leaves to the next
 _ASK_S = 30.0
 
 
@@ -49,7 +50,7 @@ def run(
     file = Path(record)
     before = read_record(file)
     facts: dict[str, Any] = {"job": job_id(), "machine": os.uname().nodename, "started": time.time()}
-    facts |= {"idle_stops": before.get("idle_stops", 0), "saved": before.get("saved")}
+    facts |= {"idle_stops": 0, "saved": None, **{key: before[key] for key in _CARRIED if key in before}}
     write_json(file, {**facts, "state": "running"})
     with _stop_signals() as stop, opened_log(Path(log), arguments) as output:
         begins = output.tell()
@@ -106,6 +107,12 @@ def read_record(file: Path) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}
     return {}
+
+
+def carried(file: Path | None) -> dict[str, Any]:
+    """What a run's next job has to know of its last one, as a record."""
+    before = read_record(file) if file is not None else {}
+    return {key: before[key] for key in _CARRIED if key in before and before.get("state") == "stopped"}
 
 
 def _ask(*command: str) -> str:
