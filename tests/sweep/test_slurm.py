@@ -32,6 +32,7 @@ sbatch)
     tasks=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\)%.*/\\1/p' "$1"); tasks=$((${tasks:-0} + 1))
     if [ -e refusal ] && [ $tasks -gt $(cat most) ]; then cat refusal >&2; exit 1; fi
     number=$(($(cat number) + 1)); echo $number > number
+    env | grep ^SBATCH_ > environment
     cp "$1" script-$number; echo "$tasks" > tasks-$number
     echo "Submitted batch job $number" ;;
 squeue) cat queue; exit $(cat squeue-exit) ;;
@@ -132,19 +133,21 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 def test_a_submission_asks_for_what_the_recipe_says_and_can_be_requeued(
     fake: FakeSlurm, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SBATCH_PARTITION", "elsewhere")  # sbatch takes it before the script's own line
+    for name in ("PARTITION", "QOS"):
+        monkeypatch.setenv(f"SBATCH_{name}", "elsewhere")  # sbatch takes it before the script's own line
     settings = {"partition": "gpu", "account": "lab", "time": "1-00:00:00", "gpus": 2, "cpus": 8, "mem": "64G"}
-    settings |= {"extra": {"qos": "low", "exclusive": True}, "setup": ["module load cuda"], "notice": 300}
+    settings |= {"extra": {"constraint": "h100", "exclusive": True}, "setup": ["module load cuda"], "notice": 300}
     bench.run(bench.jobs("ab"), bench.executor(**settings), waiting=bench.leave)
     options = fake.script()
     expected = {"partition": "gpu", "account": "lab", "time": "1-00:00:00", "gpus-per-node": "2", "mem": "64G"}
-    expected |= {"cpus-per-task": "8", "qos": "low", "exclusive": "", "requeue": "", "signal": "USR1@300"}
+    expected |= {"cpus-per-task": "8", "constraint": "h100", "exclusive": "", "requeue": "", "signal": "USR1@300"}
     expected |= {"array": "0-1%2", "open-mode": "append"}
     assert expected.items() <= options.items()
     assert options["job-name"].startswith("sweep-x.")
     script = (fake.folder / "script-11").read_text()
     assert script.index("module load cuda") < script.index("srun")
     assert "--cpus-per-task=8" in next(line for line in script.splitlines() if line.startswith("srun"))
+    assert (fake.folder / "environment").read_text() == "SBATCH_QOS=elsewhere\n"  # a default of the user's own
     assert os.environ["SBATCH_PARTITION"] == "elsewhere"
     assert {"--partition=gpu", "--requeue", "--exclusive", "--gpus-per-node=2"} <= set(
         sbatch_options(SlurmSection.model_validate(settings))

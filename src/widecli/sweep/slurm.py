@@ -230,6 +230,7 @@ def _submission_environment(section: SlurmSection) -> Iterator[None]:
     that this sweep itself runs in."""
     hidden = {"SBATCH_TIMELIMIT", "SBATCH_SIGNAL", "SBATCH_NO_REQUEUE", "SBATCH_ARRAY_INX", "SBATCH_JOB_NAME"}
     hidden |= {f"SBATCH_{key.upper()}" for key in ("partition", "account") if getattr(section, key) is not None}
+    hidden |= {f"SBATCH_{key.lstrip('-').replace('-', '_').upper()}" for key in section.extra}
     if "SLURM_JOB_ID" in os.environ:
         hidden |= {key for key in os.environ if key.startswith(("SLURM_", "SRUN_")) and key != "SLURM_CONF"}
     kept = {key: os.environ.pop(key) for key in hidden if key in os.environ}
