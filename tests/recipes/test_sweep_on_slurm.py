@@ -128,8 +128,8 @@ def test_what_sbatch_complains_of_is_passed_on(wide: Wide, tiny_recipe: Path) ->
 def test_three_points_one_of_them_preempted_and_a_sweep_interrupted_and_continued(
     wide: Wide, tiny_recipe: Path, workplace: Path
 ) -> None:
-    what = ("sweep", tiny_recipe, "--sparsity", "0.2,0.3,0.4", "--steps", 400, "train.save_every=1000")
-    what += ("--stages", "calibrate", "--wandb", "offline", "--offline", "--json")
+    what = ("sweep", tiny_recipe, "--sparsity", "0.2,0.3,0.4", "--steps", 300, "train.save_every=1000")
+    what += ("--stages", "calibrate", "--offline", "--json")
     arguments = (*what, "--executor", "slurm", "--gpus", 0, "--cpus", 2, "sweep.slurm.poll=0.5")
 
     interruption = threading.Thread(target=lambda: when(training, lambda: os.kill(os.getpid(), signal.SIGINT)))
@@ -145,7 +145,6 @@ def test_three_points_one_of_them_preempted_and_a_sweep_interrupted_and_continue
     )
     wait_until(lambda: any("stopped by a signal" in log.read_text() for log in logs()))
     wide(*what).refused_with("are in Slurm's queue", "--executor slurm")
-    ids = {file: file.read_text() for file in Path("runs").glob("calibrate-*/wandb.json")}
 
     done = wide(*arguments)
     assert done.code == 0, done.err
@@ -156,11 +155,6 @@ def test_three_points_one_of_them_preempted_and_a_sweep_interrupted_and_continue
     (preempted,) = [text for log in logs() if "stopped by a signal" in (text := log.read_text())]
     assert preempted.count("$ wide calibrate") == 2 and "resuming after step" in preempted
     assert [log.read_text().count("$ wide calibrate") for log in logs()].count(1) == 2
-    assert len(ids) == 2 and all(file.read_text() == identity for file, identity in ids.items())
-    name = json.loads(next(iter(ids.values())))["id"]
-    assert name  # one W&B run, in two parts for the run that was preempted
-    parts = sorted(len(list(folder.glob("wandb/offline-run-*"))) for folder in Path("runs").glob("calibrate-*"))
-    assert parts == [1, 1, 2]
     assert json.loads(batch.read_text())["job_id"]
     wait_until(lambda: not in_queue())
 
