@@ -75,13 +75,27 @@ def test_a_segment_has_a_bit_for_each_doubling_of_the_tiles(rows: int, groups: i
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_segments_of_several_groups_sum_up(deterministic: bool) -> None:
+def test_segments_of_several_groups_sum_up(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from wide_kernels.gemm_k import triton
+
+    monkeypatch.setattr(triton, "FEW_FIXED_ROWS", 0)
     h, weight, residual, mask = example(140, 7)
     layout = wk.route_layout(mask)
     expected = wk.gemm_k(h, weight, layout, residual, backend="torch")
     h.view(140, 7, 16)[~mask] = float("nan")
     with force("gemm_k_order", {"S": 3}):
         y = wk.gemm_k(h, weight, layout, residual, deterministic=deterministic, backend="triton")
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_more_rows_than_a_tile_in_a_fixed_order(splits: int) -> None:
+    h, weight, residual, mask = example(140, 3)
+    mask[128:, 0] = False
+    expected = wk.gemm_k(h, weight, mask=mask, residual=residual, backend="torch")
+    h.view(140, 3, 16)[~mask] = float("nan")
+    with force("few_rows_k", {"SPLITS": splits, "BN": 32}):
+        y = wk.gemm_k(h, weight, mask=mask, residual=residual, deterministic=True, backend="triton")
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -3,7 +3,8 @@
 Every program owns some output columns, that is rows of the weight, and walks along them in the order of memory; loads
 of skipped groups are switched off where they stand. So the work is even whatever the masks are, and nothing is listed
 beforehand. One row: fp32 sums in registers, one program for all of K. More rows: tensor cores with the weights as the
-left operand, K cut into splits, the last program of a column tile to finish adds them up in a fixed order.
+left operand, K cut into splits, the last program of a tile to finish adds them up in a fixed order. Rows beyond one
+tile take more tiles beside it, which find the weights in L2; that is for sums whose order must be fixed.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -17,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from wide_kernels.counters import counters
 from wide_kernels.dispatch import on_device_of
+from wide_kernels.gemm_k.configs import FEW_ROWS
 from wide_kernels.tuning.lookup import overlapped, tuned
 from wide_kernels.tuning.tiles import largest_power, padded_rows
 
@@ -85,17 +87,18 @@ def rows_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """All rows (at most BT) times BN columns, over every SPLITS-th step of K; weights that no row needs stay unread.
+    """BT rows times BN columns, over every SPLITS-th step of K; weights that none of the rows needs stay unread.
 
-    `arrived` is zero for every column tile before and after: the last split to come adds up all of them.
+    `arrived` is zero for every tile before and after: the last split to come adds up all of them.
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    column = tl.program_id(0) * BN + tl.arange(0, BN)
-    split = tl.program_id(1)
-    row = tl.arange(0, BT)
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    split = tl.program_id(2)
+    row = tl.program_id(0) * BT + tl.arange(0, BT)
     inside = row < rows
+    counter = arrived + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     depth = tl.arange(0, BK)
     w_tile = weight + column[:, None].to(tl.int64) * K + depth[None, :]
     h_tile = h + row[None, :].to(tl.int64) * stride_h + depth[:, None]
@@ -117,13 +120,13 @@ def rows_kernel(
     if SPLITS > 1:
         tl.store(partial + split.to(tl.int64) * rows * N + target, acc, mask=stored)
         tl.debug_barrier()  # all threads have stored before one of them says so
-        last = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") == SPLITS - 1
+        last = tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
     if last:
         if SPLITS > 1:
             acc = tl.zeros((BN, BT), tl.float32)
             for other in range(SPLITS):
                 acc += tl.load(partial + other * rows * N + target, mask=stored, other=0.0, cache_modifier=".cg")
-            tl.store(arrived + tl.program_id(0), 0)
+            tl.store(counter, 0)
         if HAS_RESIDUAL:
             acc += tl.load(residual + target, mask=stored, other=0.0).to(tl.float32)
         tl.store(out + target, acc.to(out.dtype.element_ty), mask=stored)
@@ -146,13 +149,14 @@ def rows_config(rows: int, columns: int, depth: int, width: int, dtype: torch.dt
     config = {"BN": 64, "BK": 128 if rows <= 32 else 64, "num_stages": 4, "num_warps": 4, "PDL": 0}
     config |= tuned("few_rows_k", rows, width, dtype)
     config["BK"] = largest_power(width, config["BK"] // 2 if dtype is torch.float32 else config["BK"])
-    tiles = -(-columns // config["BN"])
+    config["BT"] = min(padded_rows(rows), FEW_ROWS)
+    tiles = -(-columns // config["BN"]) * -(-rows // config["BT"])
     config.setdefault("SPLITS", max(1, min(PROGRAMS // tiles, depth // config["BK"] // 4)))
-    return overlapped(config | {"BT": padded_rows(rows)})
+    return overlapped(config)
 
 
 def project(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None) -> Tensor:
-    """`gemm_k` for h [T, K] of at most FEW_ROWS rows, straight from the mask; the order of the sums is fixed."""
+    """`gemm_k` for h [T, K] of few rows, straight from the mask; the order of the sums is fixed."""
     (rows, depth), columns = h.shape, weight.shape[0]
     out = torch.empty(rows, columns, dtype=h.dtype, device=h.device)
     if rows == 0:
@@ -169,12 +173,13 @@ def project(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None) ->
             return out
         config = rows_config(rows, columns, depth, width, h.dtype)
         tiles, splits = triton.cdiv(columns, config["BN"]), config["SPLITS"]
+        row_tiles = triton.cdiv(rows, config["BT"])
         partial, arrived = out, out
         if splits > 1:
             partial = torch.empty(splits, rows, columns, dtype=torch.float32, device=h.device)
-            arrived = counters("last to arrive", h.device, tiles)
+            arrived = counters("last to arrive", h.device, tiles * row_tiles)
         precision = "ieee" if h.dtype is torch.float32 else "tf32"
-        rows_kernel[(tiles, splits)](
+        rows_kernel[(row_tiles, tiles, splits)](
             h, weight, added, out, partial, arrived, flags, rows, h.stride(0),
             columns, *fused, PRECISION=precision, **config,
         )  # fmt: skip

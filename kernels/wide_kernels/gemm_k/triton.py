@@ -10,7 +10,8 @@ from torch import Tensor
 
 from wide_kernels.dispatch import on_device_of
 from wide_kernels.errors import UnsupportedError
-from wide_kernels.gemm_k.configs import Order, slab_columns, tile_config, tile_order
+from wide_kernels.gemm_k import few_rows
+from wide_kernels.gemm_k.configs import FEW_FIXED_ROWS, Order, slab_columns, tile_config, tile_order
 from wide_kernels.gemm_k.sorting import SortedPatterns, either, sort_patterns
 
 
@@ -90,6 +91,8 @@ def project(
     rows, columns = h.shape[0], weight.shape[0]
     if rows == 0:
         return torch.empty(0, columns, dtype=h.dtype, device=h.device)
+    if deterministic and rows <= FEW_FIXED_ROWS:
+        return few_rows.project(h, weight, mask, residual)
     h = h if h.stride(1) == 1 else h.contiguous()
     mask = mask.contiguous()
     with on_device_of(h):
