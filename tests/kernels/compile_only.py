@@ -113,7 +113,7 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
             f"{p} {p} *fp32 *fp32 *fp32 *fp32 *fp32 *fp32 {p} *u8 *i32 i32 fp32",
             {"D": D, "R": RANK, "RP": RANK, "N_G": GROUPS, "NORMALISED": True, "TAP_EPS": 1e-6, "HALVES": "both"}
             | {"PARTS": 1 if dtype is torch.float32 else 2}
-            | norm_configs.chunk_config(rows, D),
+            | norm_configs.chunk_config(rows, D, dtype),
         )
     return found
 

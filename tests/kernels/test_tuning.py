@@ -100,6 +100,19 @@ def test_the_tuner_keeps_what_beat_the_built_in_configuration(gpu: str) -> None:
     assert lookup.tuned("few_rows_k", 15, 16, torch.float16) == {"BN": 64}
 
 
+def test_the_router_finds_what_the_tuner_kept_by_the_size_of_the_model(gpu: str) -> None:
+    from wide_kernels.benchmarks.cases import Sizes
+    from wide_kernels.benchmarks.shapes import model_shape
+    from wide_kernels.benchmarks.tune import save
+    from wide_kernels.norm_route.configs import chunk_config
+
+    sizes = Sizes(model_shape("4096x8192"), 13, 16, 0.5, torch.float16, "cpu")
+    built_in = chunk_config(13, 4096, torch.float16)
+    save([("norm_route", sizes, [{"config": {"BM": 128}, "p50_ms": 1.0}])])
+    assert chunk_config(16, 4096, torch.float16) == built_in | {"BM": 128}
+    assert chunk_config(13, 2048, torch.float16)["BM"] == built_in["BM"]
+
+
 def test_every_table_entry_names_a_kernel_and_a_power_of_two() -> None:
     for family, entries in table.TABLES.items():
         assert family.startswith("sm_")

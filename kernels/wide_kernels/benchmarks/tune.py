@@ -74,7 +74,8 @@ def save(found: Sequence[tuple[str, Sizes, list[dict[str, object]]]]) -> Path | 
         config = entries[0].get("config") if entries and "p50_ms" in entries[0] else None
         if isinstance(config, dict) and config:
             dtype = str(sizes.dtype).removeprefix("torch.")
-            winners[Key(kernel, token_bucket(sizes.rows), sizes.group, dtype)] = config
+            width = sizes.model.hidden_size if kernel == "norm_route" else sizes.group
+            winners[Key(kernel, token_bucket(sizes.rows), width, dtype)] = config
     if not winners:
         return None
     path = write_tuned(torch.cuda.get_device_name(), winners)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from wide_kernels.tuning.table import forced
+import torch
+
+from wide_kernels.tuning.lookup import tuned
 
 ENOUGH_PROGRAMS = 128  # about one a multiprocessor of an H100; the rule only has to be near
 CHUNKS = (512, 256, 128)
 PIECE = 64
 
 
-def chunk_config(rows: int, size: int) -> dict[str, int]:
+def chunk_config(rows: int, size: int, dtype: torch.dtype) -> dict[str, int]:
     """Rows and columns of a tile: large ones read w1 seldom, small ones occupy the GPU when there are few rows.
 
-    Among the chunk lengths the one that pads D least counts, then the longest.
+    Among the chunk lengths the one that pads D least counts, then the longest. D stands for the width of a group in the
+    key of what the tuner found.
     """
     block = 64
     lengths = sorted(CHUNKS, key=lambda length: (-(-size // length) * length, -length))
@@ -26,4 +29,4 @@ def chunk_config(rows: int, size: int) -> dict[str, int]:
     while programs() < ENOUGH_PROGRAMS and block > 16:
         block //= 2
     config = {"BM": block, "BD": length, "BK": PIECE, "BG": 16 if block == 16 else 64, "num_warps": 4, "num_stages": 3}
-    return config | forced("norm_route")
+    return config | tuned("norm_route", rows, size, dtype)

@@ -182,15 +182,15 @@ def norm_and_decide(
     decided = torch.empty(rows, groups, dtype=torch.uint8, device=x.device)
     if rows == 0:
         return out, decided.view(torch.bool)
-    config = chunk_config(rows, size)
-    chunks, tiles = triton.cdiv(size, config["BD"]), triton.cdiv(rows, config["BM"])
     padded = padded_rows(rank)
-    squares = torch.empty(chunks, rows, dtype=torch.float32, device=x.device)
-    hidden = torch.empty(chunks, rows, padded, dtype=torch.float32, device=x.device)
-    together = x.is_cuda and 1 < chunks <= multiprocessors(x.device)
     # A 16-bit x is exact in tf32, and w1 in two parts of it: two products on tensor cores are as good as fp32.
     parts = 1 if x.dtype is torch.float32 else 2
     with on_device_of(x):
+        config = chunk_config(rows, size, x.dtype)
+        chunks, tiles = triton.cdiv(size, config["BD"]), triton.cdiv(rows, config["BM"])
+        squares = torch.empty(chunks, rows, dtype=torch.float32, device=x.device)
+        hidden = torch.empty(chunks, rows, padded, dtype=torch.float32, device=x.device)
+        together = x.is_cuda and 1 < chunks <= multiprocessors(x.device)
         counter = counters("meeting", x.device, tiles) if together else squares  # not followed then
         for halves in ("both",) if together else ("first", "second"):
             chunk_kernel[(chunks, tiles)](
