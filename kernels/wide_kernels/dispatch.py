@@ -62,7 +62,7 @@ class Problem:
 
     `tile_sizes` names the sizes that must be multiples of 16 on tensor cores; `strided` names the weights that are not
     contiguous, which would have to be copied at every call. `refused` says, by backend, what the operator's own kernel
-    there does not take beyond the rules that all operators share.
+    there does not take beyond the rules that all operators share; `passed_over` why auto leaves one out that could run.
     """
 
     op: str
@@ -71,6 +71,7 @@ class Problem:
     tile_sizes: Mapping[str, int] = field(default_factory=dict)
     strided: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
+    passed_over: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,8 @@ def _decide(problem: Problem, backend: str) -> Explanation:
     refused: dict[str, str] = {}
     for name in PREFERENCE if wanted == "auto" else (wanted,):
         why = _REFUSALS[name](problem) if name in available else f"there is no {name} kernel for {problem.op} yet"
+        if why is None and wanted == "auto":
+            why = problem.passed_over.get(name)
         if why is None:
             reason = source if wanted != "auto" else "the first in order of preference that takes this"
             return Explanation(problem.op, name, reason, refused)

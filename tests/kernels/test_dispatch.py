@@ -57,6 +57,14 @@ def test_a_backend_named_by_hand_refuses_instead_of_falling_back() -> None:
         choose(Problem("gemm_k", CPU, torch.float32), "triton")
 
 
+def test_auto_passes_over_a_slower_backend_that_can_still_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "interpreted", lambda: True)
+    problem = Problem("gemm_k", CPU, torch.float32, passed_over={"triton": "it is slower here"})
+    assert choose(problem, "auto") == "torch"
+    assert dispatch._decide(problem, "auto").refused["triton"] == "it is slower here"
+    assert choose(problem, "triton") == "triton"
+
+
 def test_the_environment_names_a_backend_and_an_argument_overrules_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "interpreted", lambda: True)
     problem = Problem("gemm_k", CPU, torch.float32)

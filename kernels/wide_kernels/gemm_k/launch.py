@@ -17,6 +17,7 @@ from wide_kernels.layout import RouteLayout, decision, decision_groups
 from wide_kernels.pattern_layout import PatternLayout
 
 ACCUMULATE = ("auto", "fp32", "bf16")
+SLOWER_ON_PATTERNS = "on patterns it takes 1.0 to 1.7 times as long as triton (reports/kernels/h200_patterns.md)"
 
 
 def gemm_k(
@@ -89,12 +90,15 @@ def gemm_k_problem(
         same_size(op, "T of residual", residual_rows, rows)
         same_size(op, "N of residual", residual_columns, columns)
     width = group_width(op, "K", depth, decision_groups(op, h, layout, mask))
+    passed_over = {}
     if isinstance(layout, PatternLayout):
         refusal = _gluon_refusal_of_patterns(h)
+        passed_over = {"gluon": SLOWER_ON_PATTERNS}
     else:
         refusal = _gluon_refusal(h, width, partial_sums(h, accumulate, deterministic))
     sizes = {"N": columns, "the group width": width}
-    return Problem(op, h.device, h.dtype, sizes, strided(weight=weight), {"gluon": refusal} if refusal else {})
+    refused = {"gluon": refusal} if refusal else {}
+    return Problem(op, h.device, h.dtype, sizes, strided(weight=weight), refused, passed_over)
 
 
 def _gluon_refusal(h: Tensor, width: int, accumulate: str) -> str | None:
