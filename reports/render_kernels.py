@@ -7,6 +7,7 @@ what else must be known of a record, by its name.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,48 @@ def structures(records: list[dict[str, Any]]) -> str:
     return table(["masks", *(key.replace("_", ", ") for key in keys)], rows) if rows else ""
 
 
+def patterns(records: list[dict[str, Any]]) -> str:
+    """Operators on rows that follow patterns: every backend beside dense and beside independent bits of the same G."""
+    rows = []
+    for record in records:
+        dense = record["baselines"][record["best_dense"]]["p50_ms"]
+        bits = record["baselines"].get("independent bits")
+        times = {name: found["p50_ms"] for name, found in record["backends"].items()}
+        best = min(times, key=lambda name: times[name])
+        rows.append(
+            [
+                f"`{record['op']}`",
+                *(f"{record[key]:g}" for key in ("rows", "group_size", "patterns")),
+                record["frequency"],
+                f"{100 * record['waste']:.1f}",
+                ", ".join(f"{name} {1e3 * time:,.0f}" for name, time in times.items()),
+                f"{1e3 * dense:,.0f}",
+                f"{dense / times[best]:.2f}x ({best})",
+                "" if bits is None else f"{bits['p50_ms'] / times[best]:.2f}x",
+                f"{record['error']:.1e}",
+                "yes" if record["bitwise_repeatable"] else "no",
+            ]
+        )
+    head = ["operator", "T", "G", "C", "frequencies", "waste, %", "us by backend", "dense, us", "best against dense"]
+    return table([*head, "against bits", "error", "the same bit for bit"], rows)
+
+
+def sections(
+    summary: list[dict[str, Any]], records: list[dict[str, Any]], limits: dict[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Title and text of a page's parts."""
+    if any("patterns" in record for record in records):
+        yield "Patterns (density 0.5)", patterns(records)
+    else:
+        if any(entry["reached"] is not None for entry in summary):
+            yield "Targets (T = 16384, density 0.5, unless said)", targets(summary, limits)
+        yield "Figures", figures(records)
+        yield "The gather-scatter form without kernels", naive(records)
+        yield "Backends", backends(records)
+        yield "Recorded masks", structures(records)
+    yield "What ran", launched(records)
+
+
 def page(name: str, document: dict[str, Any], limits: dict[str, str], note: str) -> str:
     """The whole page of one record."""
     known, checks = document["environment"], document["checks"]
@@ -161,17 +204,7 @@ def page(name: str, document: dict[str, Any], limits: dict[str, str], note: str)
     parts = [HEAD.format(name=name, environment=environment, checks=outcome)]
     if note:
         parts.append(f"{note}\n")
-    sections = {
-        "Targets (T = 16384, density 0.5, unless said)": targets(document.get("summary", []), limits),
-        "Figures": figures(records),
-        "The gather-scatter form without kernels": naive(records),
-        "Backends": backends(records),
-        "Recorded masks": structures(records),
-        "What ran": launched(records),
-    }
-    if all(entry["reached"] is None for entry in document.get("summary", [])):
-        del sections["Targets (T = 16384, density 0.5, unless said)"]
-    parts += [f"## {title}\n\n{text}" for title, text in sections.items() if text]
+    parts += [f"## {title}\n\n{text}" for title, text in sections(document.get("summary", []), records, limits) if text]
     if left_out:
         parts.append("Left out when the time ended: " + ", ".join(left_out) + ".\n")
     return "\n".join(parts)
