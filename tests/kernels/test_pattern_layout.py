@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 
 import pytest
@@ -69,6 +71,18 @@ def test_rows_are_sorted_by_pattern_and_tiles_list_what_they_run(
 )
 def test_triton_makes_the_same_layout(rows: int, count: int, groups: int, power: float) -> None:
     check(*decision(rows, count, groups, 1, power), "triton")
+
+
+def test_a_layout_can_be_copied_and_compared() -> None:
+    ids, patterns = decision(9, 3, 4, 0)
+    for layout in (wk.pattern_layout(ids, patterns), wk.route_layout(patterns[ids.long()])):
+        again = copy.deepcopy(layout)
+        assert layout == layout and layout != again and len({layout, again}) == 2
+        assert all(
+            torch.equal(getattr(layout, field.name), getattr(again, field.name))
+            for field in dataclasses.fields(layout)
+            if isinstance(getattr(layout, field.name), Tensor)
+        )
 
 
 def test_on_a_cpu_ids_out_of_range_are_refused() -> None:
