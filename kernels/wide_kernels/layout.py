@@ -13,7 +13,7 @@ from wide_kernels.errors import UnsupportedError
 from wide_kernels.pattern_layout import PatternLayout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors have no one truth value: a layout equals itself
 class RouteLayout:
     """A decision and, for each group, its rows; made by `route_layout`, reused by every operator that shares it.
 

@@ -18,7 +18,7 @@ HALF_ROWS = 64  # what one warpgroup multiplies; half of a tile
 MOST_PATTERNS = 4096  # whose counts a program of the Triton kernels holds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors have no one truth value: a layout equals itself
 class PatternLayout:
     """Tokens that each chose one of C patterns of groups; made by `pattern_layout`, reused by every operator.
 

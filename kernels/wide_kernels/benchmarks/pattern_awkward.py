@@ -43,11 +43,11 @@ SMALL_PATTERNS = (
     PatternCase(1, 64, 3, 16, 2),
     PatternCase(7, 80, 5, 48, 3),
     PatternCase(65, 48, 4, 32, 1),
-    PatternCase(140, 48, 9, 16, 1),
+    PatternCase(140, 48, 5, 16, 1),
     PatternCase(130, 64, 3, 48, 200),
     PatternCase(256, 64, 2, 64, 4),
-    PatternCase(300, 80, 11, 16, 6, "skewed"),
-    PatternCase(385, 48, 2, 144, 9, "single tokens"),
+    PatternCase(200, 80, 7, 16, 6, "skewed"),
+    PatternCase(257, 48, 2, 144, 9, "single tokens"),
     PatternCase(150, 192, 3, 128, 5, "skewed"),
 )
 LARGE_PATTERNS = (
