@@ -22,7 +22,8 @@ HEAD = """# Measured results
 
 Written by `reports/render.py` from the records in this folder; no figure is typed by hand. Each row names its runs:
 `<folder>/calibrate-NAME` and `<folder>/eval-NAME` hold `summary.json`, `recipe.yaml` and `environment.json` (command,
-versions, device), the calibration also `metrics.jsonl`.
+versions, device), the calibration also `metrics.jsonl`. `page/` is what `wide report reports/smollm2-h200
+reports/smollm2-h200-patterns reports/profile --format html,png` makes of them.
 """
 PLAIN_HEAD = """## SmolLM2-135M on one H200: what is kept
 
