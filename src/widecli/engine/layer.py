@@ -16,6 +16,13 @@ from widecli.engine.routing import Decision, Route, normalise
 from widecli.engine.steps import Step
 from widecli.engine.weights import LayerWeights, Linear, ModelWeights, Norm
 
+DENSE_QUERIES = range(8, 1024)
+"""Rows of which nearly every group of queries is run by some, too few to skip the rest in tiles.
+
+One dense product with the keys and values is then faster (8 rows of Llama-3.1-8B, H200: 15.5 us a layer against 27);
+attention still reads only the queries that run.
+"""
+
 
 class Layer:
     """Runs one layer. `attention` and `ffn` are its decisions, None = that part is dense.
@@ -62,11 +69,11 @@ class Layer:
         together = len(x) == 1 and self.attention is not None and self.attention.always > 0
         normalised, route, mask = self._decide(x, step, self.attention, self.weights.attention_norm, extended=together)
         with within("qkv"):
-            if route is None or together:
-                if route is None:
-                    parts = _project(normalised, self.weights.qkv)
-                else:
+            if route is None or together or len(x) in DENSE_QUERIES:
+                if together:
                     parts = wk.gemm_mn(normalised, self.weights.qkv.weight, bias=self.weights.qkv.bias, mask=mask)
+                else:
+                    parts = _project(normalised, self.weights.qkv)
                 q, k, v = torch.split(parts, [heads * size, kv_heads * size, kv_heads * size], -1)
             else:
                 q = wk.gemm_mn(normalised, self._q.weight, bias=self._q.bias, **route.arguments)
