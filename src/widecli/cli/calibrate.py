@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from widecli.cli import options
 from widecli.cli.console import emit_json, stdout_for_document
+from widecli.cli.launch import processes
 
 if TYPE_CHECKING:
     from widecli.recipe.load import ResolvedRecipe
@@ -25,6 +26,7 @@ def calibrate(
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
     offline: options.Offline = False,
+    nproc: options.Nproc = None,
     dry_run: options.DryRun = False,
     json: options.Json = False,
 ) -> None:
@@ -33,7 +35,7 @@ def calibrate(
     Without a recipe: the embedded SmolLM2-135M, at a size that suits this machine.
     """
     offline = options.go_offline(offline)
-    with stdout_for_document(json):
+    with processes(None if dry_run else nproc), stdout_for_document(json):
         resolved = options.recipe_from(
             arguments,
             base=None if options.split_arguments(arguments)[0] else options.machine_default(),

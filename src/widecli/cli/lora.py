@@ -10,6 +10,7 @@ import typer
 
 from widecli.cli import options
 from widecli.cli.console import emit_json, note, stdout_for_document
+from widecli.cli.launch import processes
 from widecli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def lora(
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
     offline: options.Offline = False,
+    nproc: options.Nproc = None,
     dry_run: options.DryRun = False,
     json: options.Json = False,
 ) -> None:
@@ -49,7 +51,7 @@ def lora(
     Without a recipe: the calibration's own text, steps and budget, at its last temperature.
     """
     offline = options.go_offline(offline)
-    with stdout_for_document(json):
+    with processes(None if dry_run else nproc), stdout_for_document(json):
         flags = {
             "model": model,
             "data": data,

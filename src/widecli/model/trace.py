@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,19 @@ class RoutingTrace:
         for key, count in executed.items():
             previous = self._executed.get(key)
             self._executed[key] = count.double() if previous is None else previous.double() + count
+
+    def summed(self, total: Callable[[Tensor], Tensor]) -> RoutingTrace:
+        """What several processes counted, as one trace; `total` adds a vector up over them. Kept masks stay behind."""
+        if not self._executed:
+            raise RuntimeError("the trace has seen no forward pass")
+        counts = list(self._executed.values())
+        tokens = torch.as_tensor(self._tokens, dtype=counts[0].dtype, device=counts[0].device)
+        flat = total(torch.cat([*counts, tokens.reshape(1)]))
+        *parts, tokens = flat.split([*(len(c) for c in counts), 1])
+        whole = RoutingTrace(self.shape, self.rank, self.layers)
+        whole._executed = dict(zip(self._executed, parts, strict=True))
+        whole._tokens = tokens.reshape(())
+        return whole
 
     @property
     def tokens(self) -> int:

@@ -23,6 +23,7 @@ from widecli.model.patterns import each_codebook
 from widecli.model.plan import RoutingPlan
 from widecli.model.routed import RoutedModel
 from widecli.model.thresholds import Batch
+from widecli.ranks import current
 from widecli.recipe.load import dump
 from widecli.recipe.schema import Recipe, RoutingSection
 from widecli.track.run import Run
@@ -78,8 +79,18 @@ class Job:
         return Trainer(self.routed, self.budget, train, fetch, self.recipe.data.sequence_length, self.trainables)
 
     def save(self, trainer: Trainer, step: int, achieved: dict[str, Any] | None = None) -> Path:
-        """Write `checkpoints/step-<step>`, from which `--resume` continues; older ones lose what only that needs."""
+        """Write `checkpoints/step-<step>`, from which `--resume` continues; older ones lose what only that needs.
+
+        The first rank writes what all of them hold, and all wait for it.
+        """
         directory = self.run.checkpoints / f"step-{step:06d}"
+        ranks = current()
+        if ranks.is_first:
+            self._write(directory, trainer, step, achieved)
+        ranks.wait()
+        return directory
+
+    def _write(self, directory: Path, trainer: Trainer, step: int, achieved: dict[str, Any] | None) -> None:
         adapter = self.adapter
         config = checkpoint.CheckpointConfig(
             self.backbone.identity,
@@ -100,7 +111,6 @@ class Job:
             directory, self.routed.routers, config, dump(self.recipe), extra, codebooks=self.routed.codebooks
         )
         state.drop_old_states([path for _, path in checkpoint.steps(self.run.checkpoints)])
-        return directory
 
     def restore(self, directory: Path, trainer: Trainer) -> int:
         """Continue from a checkpoint of this run; returns the number of finished steps."""
@@ -147,7 +157,10 @@ def load_material(recipe: Recipe, note: Note, offline: bool) -> tuple[Backbone, 
     )
     note(f"preparing tokens from {source.name}")
     needed = recipe.train.steps * recipe.train.batch_size * recipe.data.sequence_length
-    tokens = prepare_tokens(source, backbone.tokenizer, recipe.data, tokens_needed=tokens_needed(recipe))
+    ranks = current()
+    with ranks.one_a_machine_first():
+        tokens = prepare_tokens(source, backbone.tokenizer, recipe.data, tokens_needed=tokens_needed(recipe))
+    ranks.refuse_differences({"the backbone's weights": identity.weights_hash, "the text's tokens": tokens.identity})
     if tokens.exhausted and needed > tokens.total_tokens:
         note(
             f"the text has {tokens.total_tokens:,} tokens and {recipe.train.steps} steps read {needed:,}: it will be "
