@@ -54,7 +54,7 @@ def processes(nproc: int | None) -> Iterator[ranks.Ranks]:
 def start_processes(nproc: int) -> NoReturn:
     """Run this very command line in `nproc` processes of this machine and exit as they do."""
     import torch
-    from torch.distributed import TCPStore
+    import torch.distributed as dist
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing import start_processes as start
 
@@ -63,7 +63,7 @@ def start_processes(nproc: int) -> NoReturn:
     if torch.cuda.is_available() and nproc > (there := torch.cuda.device_count()):
         raise UsageError(f"--nproc {nproc} asks for more processes than the {there} GPUs that are visible here")
     # held by this process, so that no two runs can meet on a port
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     shared = {
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
@@ -81,7 +81,7 @@ def start_processes(nproc: int) -> NoReturn:
     context = start(
         "wide",
         sys.executable,
-        args={i: ("-m", "widecli", *sys.argv[1:]) for i in range(nproc)},
+        args=dict.fromkeys(range(nproc), ("-m", "widecli", *sys.argv[1:])),
         envs={i: {**shared, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(nproc)},
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
@@ -111,7 +111,7 @@ def start_processes(nproc: int) -> NoReturn:
 def complain_as_rank(error: Exception) -> None:
     """Say how this rank's command ended badly, unless that is another rank's to tell."""
     found = _place_or_none()
-    if found is None or found[0] == 0 and not ranks.is_lost_contact(error):
+    if found is None or (found[0] == 0 and not ranks.is_lost_contact(error)):
         _speak(str(error))
         return
     if isinstance(error, Preempted):

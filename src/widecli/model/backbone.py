@@ -33,6 +33,7 @@ class Backbone:
     tokenizer: Any
     identity: BackboneIdentity
     device: torch.device
+    sharded: bool = False  # each rank holds a part: then all of them run every forward pass together
 
     @property
     def shape(self) -> ModelShape:
@@ -83,6 +84,41 @@ def load_backbone(section: ModelSection, device: torch.device | None = None) -> 
     revision = section.revision or getattr(model.config, "_commit_hash", None)
     identity = BackboneIdentity(section.name, revision, config_hash(model.config), weights_hash(model))
     return Backbone(model, tokenizer, identity, device)
+
+
+def empty_backbone(section: ModelSection, dtype: torch.dtype) -> tuple[Any, Any, Path]:
+    """Tokenizer, the model without memory behind its parameters (its buffers are real), and the folder of its files.
+
+    Raises UsageError for a model that has no safetensors to read parts of.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    source = _locate(section.name)
+    options: dict[str, Any] = {} if section.attention == "auto" else {"attn_implementation": section.attention}
+    try:
+        folder = Path(source) if Path(source).is_dir() else _downloaded(source, section.revision)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder)
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    except Exception as error:  # as in _load
+        raise _explain(section.name, error, local=Path(source).exists()) from error
+    if not any(folder.glob("*.safetensors")):
+        raise UsageError(
+            f"{section.name} has no .safetensors files, which alone can be read in parts: convert it, or take "
+            f"distributed.shard=none"
+        )
+    family_of(model)
+    model.tie_weights()
+    return tokenizer, model, folder
+
+
+def _downloaded(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    kinds = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+    return Path(snapshot_download(name, revision=revision, allow_patterns=kinds))
 
 
 def load_tokenizer(section: ModelSection) -> Any:

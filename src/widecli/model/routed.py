@@ -297,13 +297,17 @@ class RoutedModel:
         # frozen embeddings give layer 0 an input without gradient, which would cost a second graph
         handle = embedding.register_forward_hook(_require_grad)
         for layer in self.decoder_layers():
-            layer.compile(**options)
+            if _is_sharded(layer):  # its own hooks gather the weights and stay outside
+                layer.forward = torch.compile(layer.forward, **options)
+            else:
+                layer.compile(**options)
         try:
             yield
         finally:
             handle.remove()
             for layer in self.decoder_layers():
                 layer._compiled_call_impl = None  # what nn.Module.compile sets; there is no public way back
+                layer.__dict__.pop("forward", None)
 
     def parameters(self) -> list[nn.Parameter]:
         """The routers' parameters."""
@@ -313,6 +317,14 @@ class RoutedModel:
 def _require_grad(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_(True)
+
+
+def _is_sharded(layer: nn.Module) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(layer, FSDPModule)
 
 
 def build_routers(plan: RoutingPlan, shape: ModelShape, seed: int = 0) -> nn.ModuleDict:

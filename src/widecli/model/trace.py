@@ -67,7 +67,7 @@ class RoutingTrace:
         counts = list(self._executed.values())
         tokens = torch.as_tensor(self._tokens, dtype=counts[0].dtype, device=counts[0].device)
         flat = total(torch.cat([*counts, tokens.reshape(1)]))
-        *parts, tokens = flat.split([*(len(c) for c in counts), 1])
+        *parts, tokens = torch.split(flat, [*(len(c) for c in counts), 1])
         whole = RoutingTrace(self.shape, self.rank, self.layers)
         whole._executed = dict(zip(self._executed, parts, strict=True))
         whole._tokens = tokens.reshape(())

@@ -21,7 +21,7 @@ from widecli.track.summary import completed
 RUNS = Path("runs")
 _LONGEST_LINE_BYTES = 1 << 20
 # What may differ when a run continues: none of it changes the batches, the noise or the learning rates.
-_FREE_ON_RESUME = ("track.", "eval.", "train.save_every")
+_FREE_ON_RESUME = ("track.", "eval.", "distributed.", "train.save_every")
 
 
 def run_name(resolved: ResolvedRecipe) -> str:

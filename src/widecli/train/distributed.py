@@ -62,6 +62,6 @@ def sum_gradients(ranks: Ranks, parameters: Iterable[nn.Parameter], measured: Te
         return measured
     grads = [p.grad for p in parameters if p.grad is not None]
     flat = ranks.total(torch.cat([*(g.flatten() for g in grads), measured]))
-    *summed, total = flat.split([*(g.numel() for g in grads), measured.numel()])
+    *summed, total = torch.split(flat, [*(g.numel() for g in grads), measured.numel()])
     torch._foreach_copy_(grads, [s.view_as(g) for s, g in zip(summed, grads, strict=True)])
     return total

@@ -57,7 +57,7 @@ def estimate(recipe: Recipe, shape: ModelShape, plan: RoutingPlan, *, value_byte
     adapter = _adapter_parameters(recipe, shape) if lora else 0
     trained = adapter + (0 if lora and recipe.lora.freeze_routers else routers)
     micro_tokens = (recipe.train.micro_batch_size or recipe.train.batch_size) * length
-    parameters = _backbone_parameters(shape)
+    parameters = backbone_parameters(shape)
     return Estimate(
         router_parameters=routers,
         adapter_parameters=adapter,
@@ -71,7 +71,8 @@ def estimate(recipe: Recipe, shape: ModelShape, plan: RoutingPlan, *, value_byte
     )
 
 
-def _backbone_parameters(shape: ModelShape) -> int:
+def backbone_parameters(shape: ModelShape) -> int:
+    """Parameters of the dense model."""
     heads = shape.num_attention_heads + shape.num_key_value_heads
     layer = 2 * shape.hidden_size * heads * shape.head_dim + 3 * shape.hidden_size * shape.intermediate_size
     # an untied head would add V x D once more; shapes do not say, and the larger models here are untied

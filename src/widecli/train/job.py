@@ -17,7 +17,7 @@ from widecli.data.tokens import TokenSet, prepare_tokens
 from widecli.errors import UsageError
 from widecli.model import checkpoint
 from widecli.model.adapter import Adapter
-from widecli.model.backbone import Backbone, load_backbone
+from widecli.model.backbone import Backbone, default_device, load_backbone, load_shape, resolve_dtype
 from widecli.model.budget import Budget
 from widecli.model.patterns import each_codebook
 from widecli.model.plan import RoutingPlan
@@ -28,7 +28,9 @@ from widecli.recipe.load import dump
 from widecli.recipe.schema import Recipe, RoutingSection
 from widecli.track.run import Run
 from widecli.train import state
+from widecli.train.estimate import backbone_parameters
 from widecli.train.loop import Trainables, Trainer
+from widecli.train.sharding import choose_sharding, load_sharded
 
 Note = Callable[[str], None]
 STATISTICS_BATCH_TOKENS = 2048  # the closed form keeps activations for a backward pass: small batches suffice
@@ -144,8 +146,18 @@ class Job:
 
 def load_material(recipe: Recipe, note: Note, offline: bool) -> tuple[Backbone, TokenSet]:
     """The backbone and the tokens that a recipe names."""
-    note(f"loading {recipe.model.name}")
-    backbone = load_backbone(recipe.model)
+    ranks = current()
+    shape = load_shape(recipe.model)
+    value_bytes = resolve_dtype(recipe.model.dtype, default_device()).itemsize
+    sharding = choose_sharding(recipe.distributed, ranks, backbone_parameters(shape) * value_bytes)
+    if sharding and recipe.data.source == "self":
+        raise UsageError(
+            "data.source=self needs the whole model in one process, and it is dealt to several here: name text with "
+            "--data, or take distributed.shard=none"
+        )
+    dealt = f", dealt to the GPUs of {'each machine' if sharding.over == 'node' else 'all ranks'}" if sharding else ""
+    note(f"loading {recipe.model.name}{dealt}")
+    backbone = load_sharded(recipe.model, sharding, ranks) if sharding else load_backbone(recipe.model)
     check_plan(recipe, backbone)  # before the text: preparing it can take long
     identity = backbone.identity
     name = f"{identity.id}@{identity.revision}#{identity.weights_hash}"
@@ -157,7 +169,6 @@ def load_material(recipe: Recipe, note: Note, offline: bool) -> tuple[Backbone, 
     )
     note(f"preparing tokens from {source.name}")
     needed = recipe.train.steps * recipe.train.batch_size * recipe.data.sequence_length
-    ranks = current()
     with ranks.one_a_machine_first():
         tokens = prepare_tokens(source, backbone.tokenizer, recipe.data, tokens_needed=tokens_needed(recipe))
     ranks.refuse_differences({"the backbone's weights": identity.weights_hash, "the text's tokens": tokens.identity})
