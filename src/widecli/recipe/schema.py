@@ -179,7 +179,9 @@ class DistributedSection(Section):
         description="none = every GPU holds it whole; node = dealt to the GPUs of each machine; full = dealt to all; "
         "auto = none where it takes at most 40 % of a GPU's memory",
     )
-    offload: bool = Field(False, description="keep the dealt weights in the machine's memory (works with --nproc 1 too)")
+    offload: bool = Field(
+        False, description="keep the dealt weights in the machine's memory (works with --nproc 1 too)"
+    )
     memory_gib: Annotated[float, Field(gt=0)] | None = Field(
         None, description="memory of one GPU to plan with; default: what it says, in a dry run an H200's"
     )

@@ -133,12 +133,7 @@ class Trainer:
     @contextmanager
     def _training(self) -> Iterator[None]:
         """The backbone as training wants it; afterwards it is as it was, deciding by argmax."""
-        backbone: Any = self.routed.backbone
         checkpointing = self.settings.activation_checkpointing
-        if checkpointing:
-            # the re-entrant kind would lose the gradient of the masks, which leave the layer on the side
-            backbone.gradient_checkpointing_enable({"use_reentrant": False})
-            backbone.train()  # Hugging Face checkpoints in training mode only
         if self.settings.scale_features and self.trainables.routers:
             self._scale_features()
         try:
@@ -147,14 +142,13 @@ class Trainer:
                     stack.enter_context(self.adapter.training())
                     devices = [self.device] if self.device.type == "cuda" else []
                     stack.enter_context(torch.random.fork_rng(devices=devices))  # dropout draws from it
-                stack.enter_context(self.routed.compiled_layers(self.compiled, dynamic=False))
+                stack.enter_context(
+                    self.routed.compiled_layers(self.compiled, checkpointing=checkpointing, dynamic=False)
+                )
                 yield
         finally:
             for decision in self.routed.decisions.values():
                 decision.router.rescale(None)
-            if checkpointing:
-                backbone.gradient_checkpointing_disable()
-                backbone.eval()
             self.routed.set_gate(None)
 
     def _scale_features(self) -> None:

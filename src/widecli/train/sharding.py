@@ -9,6 +9,8 @@ final norm and head stay whole: the loss reads the head outside of any layer.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -55,7 +57,9 @@ def choose_sharding(section: DistributedSection, ranks: Ranks, weights_bytes: fl
     if over == "none":
         return Sharding("node", offload=True) if section.offload else None
     if over == "node" and ranks.size % local:
-        raise UsageError(f"distributed.shard=node needs as many ranks on every machine; {ranks.size} is not n x {local}")
+        raise UsageError(
+            f"distributed.shard=node needs as many ranks on every machine; {ranks.size} is not n x {local}"
+        )
     return Sharding(over, section.offload)
 
 
@@ -92,7 +96,7 @@ def shard_layers(model: nn.Module, sharding: Sharding, device: torch.device) -> 
     if sharding.over == "node" and local < size:  # the same parts on every machine: no weights cross the network
         mesh = init_device_mesh(device.type, (size // local, local), mesh_dim_names=("machine", "card"))
     else:
-        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("card",))
+        mesh = init_device_mesh(device.type, (size,))
     family = family_of(model)
     decoder, layers = model.get_submodule(family.decoder), model.get_submodule(family.layers)
     policy = MixedPrecisionPolicy(
@@ -118,6 +122,30 @@ def allocate(model: nn.Module, sharding: Sharding, device: torch.device) -> None
 
     model._apply(place)
     model.tie_weights()  # type: ignore[operator]
+
+
+@contextmanager
+def whole_sizes(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Stand-ins of the whole size, without memory, for dealt weights inside the block.
+
+    PEFT sizes an adapter by a weight's local part when it lies on a mesh, as tensor parallelism would want.
+    """
+    from torch.distributed.tensor import DTensor
+
+    dealt = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if isinstance(parameter, DTensor)
+    ]
+    for module, name, parameter in dealt:
+        empty = torch.empty(1, dtype=parameter.dtype, device=device).expand(parameter.shape)
+        setattr(module, name, nn.Parameter(empty, requires_grad=False))
+    try:
+        yield
+    finally:
+        for module, name, parameter in dealt:
+            setattr(module, name, parameter)
 
 
 def _read_parts(model: nn.Module, folder: Path) -> None:
