@@ -20,6 +20,9 @@ SENTENCES = [
     )
 ]
 
+BATCH = ("train.batch_size=6",)
+"""Sequences that one, two or three ranks can share evenly."""
+
 STRONG = ("lora.learning_rate=0.02", "lora.rank=4")
 """A second stage of which eight steps show."""
 

@@ -50,7 +50,7 @@ def calibrate(
             run_dir=run_dir,
         )
         document = (
-            plan_run(resolved)
+            plan_run(resolved, nproc)
             if dry_run
             else run_calibration(resolved, resume=resume, overwrite=overwrite, offline=offline)
         )
@@ -58,11 +58,11 @@ def calibrate(
             emit_json(document)
 
 
-def plan_run(resolved: ResolvedRecipe) -> dict[str, Any]:
+def plan_run(resolved: ResolvedRecipe, nproc: int | None = None) -> dict[str, Any]:
     """Check a recipe against its model's sizes and print what the run would take; touches no device."""
     from widecli.cli.cost_card import dry_run_document, print_dry_run
 
-    document = dry_run_document(resolved)
+    document = dry_run_document(resolved, ranks=nproc)
     print_dry_run(document)
     return document
 

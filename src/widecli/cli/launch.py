@@ -154,7 +154,7 @@ def open_run(command: str, name: str, resolved: ResolvedRecipe, *, overwrite: bo
 
     group = ranks.current()
     if group.size > 1:
-        group.refuse_differences({"the name of the run": name, **_recipe_facts(resolved), **_code_facts()})
+        group.refuse_differences({**_recipe_facts(resolved), "the name of the run": name, **_code_facts()})
     path = directory(command, name, resolved.recipe.track.run_dir)
     if not group.is_first:
         run = Run(path, command, writes=False)

@@ -43,7 +43,7 @@ class Evaluation:
 def evaluate(job: Evaluation, note: Note, store: Store) -> dict[str, Any]:
     """Measure; returns the values of the run's summary. lm-eval's own documents go to `store` untouched.
 
-    Several ranks hold the whole model each, score a part of the windows and of the tasks' requests, and get all results.
+    Several ranks hold the whole model each, score a part of the windows and requests, and get all results.
     """
     section = job.section
     if not section.tasks and not section.perplexity:
@@ -128,12 +128,12 @@ class _Measurement:
         def traced(name: str, run: Callable[[], Any]) -> Any:
             with routed.tracing() as one:
                 result = run()
-            rates[name] = one.summed(current().total).summary(context)
+            rates[name] = one.gathered(current().total).summary(context)
             return result
 
         with routed.tracing() as trace:
             found, _ = self._measure("routed", "lm_eval_routed.json", traced)
-        trace = trace.summed(current().total)
+        trace = trace.gathered(current().total)
         seen = {name: {k: v for k, v in r.items() if k != "layers"} for name, r in rates.items()}
         return {**found, **trace.summary(context), "skip_by_text": seen, "tokens": trace.tokens}
 

@@ -37,7 +37,8 @@ def run_tasks(
     `limit` is a number of documents a task. `batch_size` "auto" fills the device and halves on out-of-memory; results
     do not depend on it. Sequences longer than `max_length` lose their beginning. `seed` goes to every seed of lm-eval
     (few-shot choice, sampling); None keeps its defaults. `name` stands for the model in the record. No request cache is
-    used. Progress and messages go to stderr. Several ranks build the same requests, score a part each and get all results.
+    used. Progress and messages go to stderr. Several ranks build the same requests, score a part each and get all
+    results.
     """
     if not isinstance(batch_size, int) and batch_size != "auto":
         raise UsageError(f"eval.batch_size={batch_size} must be a number of sequences or auto.")

@@ -83,9 +83,9 @@ def token_perplexity(
     """Perplexity of `input_ids` [T] (int64, any device) under a causal language model.
 
     `window` counts the positions fed at once (BOS included); `stride` counts text tokens and defaults to a whole
-    window. `batch_size` windows share a forward pass, halved when memory runs out. Several `ranks` measure a part of the
-    windows each and all get the result of all. Raises `UsageError` for a text of
-    fewer than two tokens, a stride outside 1..window, or `add_bos` with a model that has no BOS token.
+    window. `batch_size` windows share a forward pass, halved when memory runs out. Several `ranks` measure a part of
+    the windows each and all get the whole result. Raises `UsageError` for a text of fewer than two tokens, a stride
+    outside 1..window, or `add_bos` with a model that has no BOS token.
     """
     import torch
 

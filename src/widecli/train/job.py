@@ -28,9 +28,9 @@ from widecli.recipe.load import dump
 from widecli.recipe.schema import Recipe, RoutingSection
 from widecli.track.run import Run
 from widecli.train import state
-from widecli.train.estimate import backbone_parameters
+from widecli.train.estimate import backbone_parameters, fitting_micro_batch
 from widecli.train.loop import Trainables, Trainer
-from widecli.train.sharding import choose_sharding, load_sharded
+from widecli.train.sharding import card_bytes, choose_sharding, load_sharded
 
 Note = Callable[[str], None]
 STATISTICS_BATCH_TOKENS = 2048  # the closed form keeps activations for a backward pass: small batches suffice
@@ -72,13 +72,29 @@ class Job:
 
     def trainer(self) -> Trainer:
         """The trainer of this stage, at its first step."""
-        train = self.recipe.train.model_copy(update={"seed": self.seed})
+        train = self.recipe.train.model_copy(update={"seed": self.seed, "micro_batch_size": self._micro_batch_size()})
         stream = SequenceStream(len(self.tokens), train.batch_size, self.seed)
 
         def fetch(step: int, rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
             return self.batch(stream.batch(step)[list(rows)])
 
         return Trainer(self.routed, self.budget, train, fetch, self.recipe.data.sequence_length, self.trainables)
+
+    def _micro_batch_size(self) -> int | None:
+        """The recipe's, or on several GPUs the largest that should fit: a rank cannot back off while others wait."""
+        named, ranks = self.recipe.train.micro_batch_size, current()
+        card = card_bytes(self.recipe.distributed, ranks)
+        if named or ranks.size == 1 or card is None:
+            return named
+        return fitting_micro_batch(
+            self.recipe,
+            self.backbone.shape,
+            self.routed.plan,
+            card,
+            value_bytes=self.backbone.model.dtype.itemsize,
+            lora=self.adapter is not None,
+            ranks=ranks.size,
+        )
 
     def save(self, trainer: Trainer, step: int, achieved: dict[str, Any] | None = None) -> Path:
         """Write `checkpoints/step-<step>`, from which `--resume` continues; older ones lose what only that needs.

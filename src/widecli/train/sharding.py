@@ -23,11 +23,11 @@ from widecli.model.backbone import Backbone, default_device, empty_backbone, res
 from widecli.model.families import family_of
 from widecli.model.identity import BackboneIdentity, config_hash, hash_of_values
 from widecli.ranks import Ranks
+from widecli.train.estimate import WHOLE_UP_TO
 
 if TYPE_CHECKING:
     from widecli.recipe.schema import DistributedSection, ModelSection
 
-WHOLE_UP_TO = 0.4  # of a GPU's memory; the rest is for activations
 GIB = 2**30
 
 
@@ -49,7 +49,7 @@ def choose_sharding(section: DistributedSection, ranks: Ranks, weights_bytes: fl
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
     over = section.shard
     if over == "auto":
-        memory = _card_bytes(section, ranks)
+        memory = card_bytes(section, ranks)
         if memory is None or weights_bytes <= WHOLE_UP_TO * memory:
             over = "none"
         else:
@@ -63,7 +63,7 @@ def choose_sharding(section: DistributedSection, ranks: Ranks, weights_bytes: fl
     return Sharding(over, section.offload)
 
 
-def _card_bytes(section: DistributedSection, ranks: Ranks) -> float | None:
+def card_bytes(section: DistributedSection, ranks: Ranks) -> float | None:
     """Memory of the smallest GPU; None on CPUs."""
     if section.memory_gib is not None:
         return section.memory_gib * GIB

@@ -43,7 +43,7 @@ class Validation:
             if self.name:
                 self.note(f"perplexity on {self.name}")
                 self._log("final", self._perplexity())
-                trace = trace.summed(self.ranks.total)
+                trace = trace.gathered(self.ranks.total)
             else:
                 self.job.pass_over_training_text()
         return trace.summary(self.job.recipe.data.sequence_length)
