@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from whole_commands import BATCH, STRONG, invoke
+from whole_commands import BATCH, QUESTIONS, STRONG, invoke
 
 from widecli import ranks
 from widecli.errors import UsageError
@@ -37,11 +37,11 @@ def main(folder: Path) -> None:
         run(
             "sharded", *calibrate, "distributed.shard=full", "train.activation_checkpointing=true", "--run-dir", "shard"
         )
-        run("offloaded", *calibrate, "distributed.offload=true", "train.micro_batch_size=1", "--run-dir", "offload")
-        run("padded", *calibrate, "data.packing=sample", "--run-dir", "padded")
+        padded = (*calibrate, "data.packing=sample", "train.micro_batch_size=1")
+        run("padded", *padded, "distributed.offload=true", "--run-dir", "padded")
         lora = ("lora", "one", "lora.dropout=0", "train.steps=4", *STRONG)
         run("lora", *lora, "distributed.shard=full", "lora.objective=distill", "--run-dir", "lora")
-        run("eval", "eval", "one", "--no-dense", "--run-dir", "eval-two")
+        run("eval", "eval", "one", "--no-dense", *QUESTIONS, "--run-dir", "eval-two")
         run("few windows", "eval", "one", "--no-dense", "eval.perplexity_windows=1", "--run-dir", "eval-few")
 
         # one rank's own idea of things

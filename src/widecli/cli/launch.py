@@ -54,7 +54,7 @@ def processes(nproc: int | None) -> Iterator[ranks.Ranks]:
 def start_processes(nproc: int) -> NoReturn:
     """Run this very command line in `nproc` processes of this machine and exit as they do."""
     import torch
-    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing import start_processes as start
 
@@ -63,7 +63,7 @@ def start_processes(nproc: int) -> NoReturn:
     if torch.cuda.is_available() and nproc > (there := torch.cuda.device_count()):
         raise UsageError(f"--nproc {nproc} asks for more processes than the {there} GPUs that are visible here")
     # held by this process, so that no two runs can meet on a port
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     shared = {
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),

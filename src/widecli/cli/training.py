@@ -52,7 +52,8 @@ def run_stage(
     from widecli.cli.tables import print_training
 
     run = open_run(command, name, resolved, overwrite=overwrite, resume=resume)
-    if resume and (summary := current().from_first(run.summary())):
+    summary: dict[str, Any] | None = current().from_first(run.summary()) if resume else None
+    if summary:
         note(f"{run.path} is finished already")
     else:
         print_expected_time(resolved, expected)

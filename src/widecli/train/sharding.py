@@ -120,7 +120,7 @@ def allocate(model: nn.Module, sharding: Sharding, device: torch.device) -> None
         there = torch.device("cpu") if sharding.offload and isinstance(tensor, DTensor) else device
         return torch.empty_like(tensor, device=there) if tensor.is_meta else tensor.to(there)
 
-    model._apply(place)
+    model._apply(place)  # type: ignore[no-untyped-call]
     model.tie_weights()  # type: ignore[operator]
 
 
@@ -150,12 +150,13 @@ def whole_sizes(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 def _read_parts(model: nn.Module, folder: Path) -> None:
     """Fill the parameters from safetensors files: of a dealt one, every rank reads its own rows and no more."""
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     parameters: dict[str, Any] = {name: p.detach() for name, p in model.named_parameters()}
     try:
-        dcp.load(parameters, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+        load(parameters, storage_reader=HuggingFaceStorageReader(str(folder)))
     except (CheckpointException, OSError, ValueError) as error:
         reason = " ".join(str(error).split())[-300:]
         raise UsageError(f"{folder} cannot be read in parts; the files may be incomplete ({reason})") from error
@@ -168,7 +169,7 @@ def _hash_of_files(model: nn.Module, folder: Path) -> str | None:
     dtype = next(model.parameters()).dtype
     if dtype == torch.float16:
         return None
-    opened = [safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))]
+    opened: list[Any] = [safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))]
     where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - it is no mapping
 
     def values(name: str, index: Tensor) -> Tensor:
