@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,13 @@ from whole_commands import BATCH, QUESTIONS, STRONG, Wide, invoke, write_questio
 
 from widecli.model import checkpoint
 
-Start = Callable[..., "subprocess.Popen[str]"]
-
 # fp32 on a CPU: the same sums in another order. A decision near its threshold could flip; here none does.
 LOSS, WEIGHTS = 1e-5, 1e-3
 # An adapter starts from zeros, where AdamW moves a weight with a gradient of rounding alone by a whole learning rate.
 ADAPTER_LOSS = 1e-4
 PADDED = ("data.packing=sample",)
-LONG = ("train.steps=40", "train.save_every=2", *BATCH)
+STEPS = 40
+LONG = (f"train.steps={STEPS}", "train.save_every=2", *BATCH)
 
 
 @pytest.fixture(scope="module")
@@ -206,20 +204,57 @@ def wait_for_steps(child: subprocess.Popen[str], run: Path, steps: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.fixture
-def started(place: Path, workplace: Path, start_wide: Start) -> Start:
-    """Starts a command in a folder that has the recipe."""
-    shutil.copy(place / "tiny.yaml", workplace)
-    return start_wide
+def start(folder: Path, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "widecli", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p),
+            "XDG_CACHE_HOME": str(folder / "cache"),
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def stopped(place: Path) -> tuple[int, str, str]:
+    """A run of two ranks, `cut`, stopped by SIGTERM to what started them: exit code, stdout, stderr."""
+    child = start(place, "calibrate", "tiny.yaml", *LONG, "--run-dir", "cut", "--nproc", 2)
+    wait_for_steps(child, place / "cut", 3)
+    child.send_signal(signal.SIGTERM)
+    out, err = child.communicate(timeout=120)
+    return child.returncode, out, err
+
+
+@pytest.mark.slow
+def test_a_signal_stops_all_ranks_at_one_step_and_one_process_goes_on(
+    place: Path, stopped: tuple[int, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, err = stopped
+    assert code == 75, err
+    assert out == "" and "Traceback" not in err and err.count("--resume continues") == 1
+    done, _ = checkpoint.steps(place / "cut" / "checkpoints")[-1]
+    assert 3 <= done < STEPS and len(steps_of(place / "cut")) == done
+    monkeypatch.chdir(place)
+    shutil.copytree("cut", "on-one")
+    resumed = invoke("calibrate", "tiny.yaml", *LONG, "--run-dir", "on-one", "--resume")
+    assert resumed.code == 0 and f"resuming after step {done}" in resumed.err, resumed.err
+    assert_same_training(place / "long", place / "on-one", STEPS)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-def test_a_killed_rank_takes_the_others_down_and_the_run_goes_on_with_one_or_three(
-    place: Path, workplace: Path, started: Start, wide: Wide
+def test_three_ranks_go_on_and_one_that_is_killed_takes_the_others_down(
+    place: Path, stopped: tuple[int, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child = started("calibrate", "tiny.yaml", *LONG, "--run-dir", "cut", "--nproc", 2)
-    wait_for_steps(child, workplace / "cut", 5)
+    began, _ = checkpoint.steps(place / "cut" / "checkpoints")[-1]
+    monkeypatch.chdir(place)
+    shutil.copytree("cut", "on-three")
+    child = start(place, "calibrate", "tiny.yaml", *LONG, "--run-dir", "on-three", "--resume", "--nproc", 3)
+    wait_for_steps(child, place / "on-three", began + 5)
     os.kill(ranks_below(child.pid)[1], signal.SIGKILL)
     killed = time.monotonic()
     _, err = child.communicate(timeout=60)
@@ -228,31 +263,12 @@ def test_a_killed_rank_takes_the_others_down_and_the_run_goes_on_with_one_or_thr
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert errors == [err.splitlines()[-1]] and "rank 1 was killed by SIGKILL" in errors[0], err
     assert "Traceback" not in err
-    done, last = checkpoint.steps(workplace / "cut" / "checkpoints")[-1]
-    assert 4 <= done < 40
+    done, last = checkpoint.steps(place / "on-three" / "checkpoints")[-1]
+    assert began + 4 <= done < STEPS
     checkpoint.refuse_incomplete(last)
-    shutil.copytree("cut", "on-three")
-    resumed = wide("calibrate", "tiny.yaml", *LONG, "--run-dir", "cut", "--resume")
-    assert resumed.code == 0 and f"resuming after step {done}" in resumed.err, resumed.err
-    assert_same_training(place / "long", workplace / "cut", 40)
-    child = started("calibrate", "tiny.yaml", *LONG, "--run-dir", "on-three", "--resume", "--nproc", 3, "--json")
-    out, err = child.communicate(timeout=120)
-    assert child.returncode == 0, err
-    assert json.loads(out)["ranks"] == 3
-    assert_same_training(place / "long", workplace / "on-three", 40)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM])
-def test_a_signal_stops_all_ranks_at_one_step_with_75(workplace: Path, started: Start, number: signal.Signals) -> None:
-    child = started("calibrate", "tiny.yaml", *LONG, "train.save_every=1000", "--run-dir", "cut", "--nproc", 2)
-    wait_for_steps(child, workplace / "cut", 3)
-    child.send_signal(number)
-    out, err = child.communicate(timeout=60)
-    assert child.returncode == 75, err
-    assert out == "" and "Traceback" not in err and err.count("--resume continues") == 1
-    done, _ = checkpoint.steps(workplace / "cut" / "checkpoints")[-1]
-    assert 3 <= done < 40 and len(steps_of(workplace / "cut")) == done
+    resumed = invoke("calibrate", "tiny.yaml", *LONG, "--run-dir", "on-three", "--resume")
+    assert resumed.code == 0, resumed.err
+    assert_same_training(place / "long", place / "on-three", STEPS)
 
 
 def test_world_size_alone_is_refused(wide: Wide, tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
