@@ -25,7 +25,14 @@ _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Long: the others wait while one prepares text. A rank that dies is noticed by whoever started it, not by this.
 _PATIENCE_S = 4 * 3600
 _VISIBLE_AFTER_S = 5.0  # NFS shows a new file of another machine after its attribute cache has expired
-_LOST_CONTACT = ("connection closed", "connection reset", "connection refused", "broken pipe", "gloo", "nccl", "store")
+_LOST_CONTACT = (
+    "gloo/transport",
+    "nccl error",
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+)
 
 
 def place() -> tuple[int, int, int] | None:
@@ -227,7 +234,8 @@ def is_lost_contact(error: BaseException) -> bool:
     """Whether an error only says that another rank is gone."""
     if isinstance(error, LostContactError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _LOST_CONTACT)
+    together = "WORLD_SIZE" in os.environ
+    return together and isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _LOST_CONTACT)
 
 
 @contextmanager

@@ -252,8 +252,8 @@ class Trainer:
                     ) from error
             self.micro_batch_size = (self.micro_batch_size + 1) // 2  # outside `except`: the error holds tensors alive
             torch.cuda.empty_cache()
-        # the losses are sums over this rank's sequences; distance and rates are those of all ranks already
-        measured[[0, 4]] = sum_gradients(self.ranks, self.parameters.values(), measured[[0, 4]])
+        # first and last, the losses, are this rank's summands; distance and rates are those of all ranks already
+        measured[::4] = sum_gradients(self.ranks, self.parameters.values(), measured[::4])
         waiting = patterns.parameters(self.routed.codebooks) if step < self.trainables.fit_patterns_at else {}
         if self._unchecked:
             self._check_gradients(waiting)
