@@ -91,8 +91,7 @@ def empty_backbone(section: ModelSection, dtype: torch.dtype) -> tuple[Any, Any,
 
     Raises UsageError for a model that has no safetensors to read parts of.
     """
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     source = _locate(section.name)
     options: dict[str, Any] = {} if section.attention == "auto" else {"attn_implementation": section.attention}
@@ -100,8 +99,7 @@ def empty_backbone(section: ModelSection, dtype: torch.dtype) -> tuple[Any, Any,
         folder = Path(source) if Path(source).is_dir() else _downloaded(source, section.revision)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         config = AutoConfig.from_pretrained(folder)
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+        model = empty_model(config, dtype, **options)
     except Exception as error:  # as in _load
         raise _explain(section.name, error, local=Path(source).exists()) from error
     if not any(folder.glob("*.safetensors")):
@@ -109,9 +107,24 @@ def empty_backbone(section: ModelSection, dtype: torch.dtype) -> tuple[Any, Any,
             f"{section.name} has no .safetensors files, which alone can be read in parts: convert it, or take "
             f"distributed.shard=none"
         )
-    family_of(model)
-    model.tie_weights()
     return tokenizer, model, folder
+
+
+def empty_model(config: Any, dtype: torch.dtype, **options: Any) -> Any:
+    """A model of a Hugging Face config whose parameters have no memory; its buffers, made from the config, do."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    path, _, name = family_of(model).rotary.rpartition(".")
+    rotary = type(model.get_submodule(path).get_submodule(name))
+    setattr(model.get_submodule(path), name, rotary(config=model.config))
+    if odd := [n for n, b in model.named_buffers() if b.is_meta]:
+        raise UsageError(
+            f"this {config.model_type} model keeps {odd[0]} outside of its weights; distributed.shard=none loads it"
+        )
+    model.tie_weights()
+    return model
 
 
 def _downloaded(name: str, revision: str | None) -> Path:

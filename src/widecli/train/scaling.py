@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from widecli.errors import WideError
-from widecli.model.backbone import default_device, load_shape, resolve_dtype
+from widecli.model.backbone import default_device, empty_model, load_shape, resolve_dtype
 from widecli.model.budget import Budget
 from widecli.model.plan import ModelShape, RoutingPlan
 from widecli.model.routed import RoutedModel
@@ -119,8 +119,7 @@ def measure(recipe: Recipe, layout: Layout, steps: int, ranks: Ranks) -> dict[st
 
 def random_backbone(shape: ModelShape, dtype: torch.dtype, sharding: Sharding | None, device: torch.device) -> Any:
     """A frozen Llama of these sizes; its weights depend on their names alone, not on who holds which part of them."""
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import LlamaConfig
 
     config = LlamaConfig(
         hidden_size=shape.hidden_size,
@@ -133,9 +132,7 @@ def random_backbone(shape: ModelShape, dtype: torch.dtype, sharding: Sharding | 
         max_position_embeddings=131072,
         tie_word_embeddings=shape.hidden_size < 4096,  # as `backbone_parameters` counts
     )
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.tie_weights()
+    model = empty_model(config, dtype)
     if sharding:
         shard_layers(model, sharding, device)
     allocate(model, sharding or Sharding("full"), device)
@@ -160,6 +157,20 @@ def _draw(model: nn.Module, device: torch.device) -> None:
             parameter.to_local().copy_(mine)
         else:
             parameter.copy_(whole)
+
+
+def show_beside(results: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> None:
+    """A line a layout: how much faster it is here than on what `others` were measured on. Raises WideError when the
+    losses differ."""
+    before = {found["layout"]: found for found in others}
+    for found in results:
+        # dealing weights to one card alone is holding them whole
+        other = before.get(found["layout"]) or before.get(found["layout"].replace("dealt", "whole"))
+        if other:
+            if abs(found["first_loss"] - other["first_loss"]) > LOSS_TOLERANCE * other["first_loss"]:
+                raise WideError(f"{found['layout']} computes {found['first_loss']} instead of {other['first_loss']}")
+            ratio = found["tokens_per_second"] / other["tokens_per_second"]
+            print(f"{found['layout']}: {ratio:.2f}x from {other['ranks']} to {found['ranks']} (was: {other['layout']})")
 
 
 def measure_all(recipe: Recipe, steps: int, names: Sequence[str], ranks: Ranks) -> list[dict[str, Any]]:

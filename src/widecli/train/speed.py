@@ -33,7 +33,7 @@ from widecli.ranks import joined
 from widecli.recipe.load import resolve
 from widecli.recipe.schema import Recipe
 from widecli.train.loop import Trainer
-from widecli.train.scaling import measure_all
+from widecli.train.scaling import measure_all, show_beside
 
 LOSS_TOLERANCE = 0.02  # relative; bf16 against fp32 differs by about 0.5 % here
 
@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="default: 30, with --random 4")
     parser.add_argument("--random", action="store_true", help="random weights of the model's sizes, by layout")
     parser.add_argument("--layout", action="append", default=[], help="of --random; may be given again; default: all")
+    parser.add_argument("--beside", type=Path, help="of --random: an earlier --out, of one card, to compare with")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     recipe = resolve(arguments.recipe, arguments.overrides, {}).recipe
@@ -128,6 +129,8 @@ def main() -> None:
         "results": results,
         "environment": environment(),
     }
+    if arguments.beside and ranks.is_first:
+        show_beside(results, json.loads(arguments.beside.read_text())["results"])
     if arguments.out and ranks.is_first:
         arguments.out.write_text(json.dumps(document, indent=2) + "\n")
 
