@@ -6,6 +6,7 @@ python rank_worker.py FOLDER, with the variables of torchrun.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ def main(folder: Path) -> None:
             "sharded", *calibrate, "distributed.shard=full", "train.activation_checkpointing=true", "--run-dir", "shard"
         )
         padded = (*calibrate, "data.packing=sample", "train.micro_batch_size=1")
+        os.environ["LOCAL_WORLD_SIZE"] = "1"  # as if on two machines: each holds all parts
         run("padded", *padded, "distributed.offload=true", "--run-dir", "padded")
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
         lora = ("lora", "one", "lora.dropout=0", "train.steps=4", *STRONG)
         run("lora", *lora, "distributed.shard=full", "lora.objective=distill", "--run-dir", "lora")
         run("eval", "eval", "one", "--no-dense", *QUESTIONS, "--run-dir", "eval-two")
