@@ -85,3 +85,28 @@ def test_the_summary_is_plain_data_in_fractions() -> None:
     assert set(summary) == {"skip_rate", "flops_skipped", "layers"}
     assert summary["flops_skipped"]["context_tokens"] == 64
     assert summary["layers"]["ffn"] == pytest.approx([5 / 12, 2 / 3])
+
+
+def test_traces_of_several_processes_add_up_to_one() -> None:
+    """One of them saw nothing, one several passes: what each sends has the same size and type."""
+    one, several, none, whole = (RoutingTrace(SHAPE, 4, LAYERS) for _ in range(4))
+    padded = torch.tensor([[True, True, False]])
+    for trace, passes in ((one, [padded]), (several, [None, None]), (whole, [padded, None, None])):
+        for valid in passes:
+            passed(trace, valid)
+    sent: list[torch.Tensor] = []
+
+    def send(flat: torch.Tensor) -> torch.Tensor:
+        sent.append(flat)
+        return flat
+
+    one.gathered(send), several.gathered(send)
+    found = none.gathered(lambda flat: flat + sent[0] + sent[1])
+    assert found.tokens == whole.tokens == 8
+    for part in ("attention", "ffn"):
+        assert found.group_rates(part) == whole.group_rates(part)
+
+
+def test_traces_that_all_saw_nothing_are_no_trace() -> None:
+    with pytest.raises(RuntimeError, match="no forward pass"):
+        RoutingTrace(SHAPE, 4, LAYERS).gathered(lambda flat: flat)

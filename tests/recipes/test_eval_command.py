@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from whole_commands import Outcome, Wide
+from whole_commands import Outcome, Wide, write_questions
 
 KEYS = {
     "schema",
@@ -32,40 +32,7 @@ KEYS = {
 @pytest.fixture
 def questions(workplace: Path) -> Path:
     """A data root with `allenai/openbookqa`, a few rows."""
-    folder = workplace / "data" / "allenai" / "openbookqa"
-    (folder / "main").mkdir(parents=True)
-    words = [
-        "the",
-        "cold",
-        "green",
-        "fox",
-        "sees",
-        "seven",
-        "stones",
-        "near",
-        "the",
-        "old",
-        "river",
-        "and",
-        "a",
-        "wide",
-        "train",
-    ]
-    rows = [
-        {
-            "id": str(i),
-            "question_stem": " ".join(words[i : i + 3 + i % 4]),
-            "choices": {"text": [" ".join(words[(i + k) % 9 :][: 1 + k]) for k in range(4)], "label": list("ABCD")},
-            "answerKey": "ABCD"[i % 4],
-        }
-        for i in range(6)
-    ]
-    files = ""
-    for split in ("train", "validation", "test"):
-        (folder / "main" / f"{split}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-        files += f"  - split: {split}\n    path: main/{split}.jsonl\n"
-    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}---\n")
-    return workplace / "data"
+    return write_questions(workplace / "data")
 
 
 def test_json_prints_exactly_one_document_with_the_documented_keys(wide: Wide, run: Outcome) -> None:

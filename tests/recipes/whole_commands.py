@@ -20,6 +20,11 @@ SENTENCES = [
     )
 ]
 
+BATCH = ("train.batch_size=6",)
+"""Sequences that one, two or three ranks can share evenly."""
+
+QUESTIONS = ("--tasks", "openbookqa", "--data-root", "data", "--offline")
+
 STRONG = ("lora.learning_rate=0.02", "lora.rank=4")
 """A second stage of which eight steps show."""
 
@@ -75,3 +80,41 @@ track: {{wandb: "off"}}
 """
     )
     return path
+
+
+def write_questions(root: Path) -> Path:
+    """Make a data root with `allenai/openbookqa`, a few rows."""
+    folder = root / "allenai" / "openbookqa"
+    (folder / "main").mkdir(parents=True)
+    words = [
+        "the",
+        "cold",
+        "green",
+        "fox",
+        "sees",
+        "seven",
+        "stones",
+        "near",
+        "the",
+        "old",
+        "river",
+        "and",
+        "a",
+        "wide",
+        "train",
+    ]
+    rows = [
+        {
+            "id": str(i),
+            "question_stem": " ".join(words[i : i + 3 + i % 4]),
+            "choices": {"text": [" ".join(words[(i + k) % 9 :][: 1 + k]) for k in range(4)], "label": list("ABCD")},
+            "answerKey": "ABCD"[i % 4],
+        }
+        for i in range(6)
+    ]
+    files = ""
+    for split in ("train", "validation", "test"):
+        (folder / "main" / f"{split}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        files += f"  - split: {split}\n    path: main/{split}.jsonl\n"
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}---\n")
+    return root

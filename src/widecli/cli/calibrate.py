@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from widecli.cli import options
 from widecli.cli.console import emit_json, stdout_for_document
+from widecli.cli.launch import processes
 
 if TYPE_CHECKING:
     from widecli.recipe.load import ResolvedRecipe
@@ -25,6 +26,7 @@ def calibrate(
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
     offline: options.Offline = False,
+    nproc: options.Nproc = None,
     dry_run: options.DryRun = False,
     json: options.Json = False,
 ) -> None:
@@ -33,7 +35,7 @@ def calibrate(
     Without a recipe: the embedded SmolLM2-135M, at a size that suits this machine.
     """
     offline = options.go_offline(offline)
-    with stdout_for_document(json):
+    with processes(None if dry_run else nproc), stdout_for_document(json):
         resolved = options.recipe_from(
             arguments,
             base=None if options.split_arguments(arguments)[0] else options.machine_default(),
@@ -48,7 +50,7 @@ def calibrate(
             run_dir=run_dir,
         )
         document = (
-            plan_run(resolved)
+            plan_run(resolved, nproc)
             if dry_run
             else run_calibration(resolved, resume=resume, overwrite=overwrite, offline=offline)
         )
@@ -56,11 +58,11 @@ def calibrate(
             emit_json(document)
 
 
-def plan_run(resolved: ResolvedRecipe) -> dict[str, Any]:
+def plan_run(resolved: ResolvedRecipe, nproc: int | None = None) -> dict[str, Any]:
     """Check a recipe against its model's sizes and print what the run would take; touches no device."""
     from widecli.cli.cost_card import dry_run_document, print_dry_run
 
-    document = dry_run_document(resolved)
+    document = dry_run_document(resolved, ranks=nproc)
     print_dry_run(document)
     return document
 

@@ -81,14 +81,21 @@ def ends_in_a_sentence(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         from widecli.cli.console import complain
+        from widecli.cli.launch import complain_as_rank
+        from widecli.ranks import is_lost_contact
 
         try:
             command(*args, **kwargs)
         except WideError as error:
             if os.environ.get("WIDE_DEBUG") == "1":
                 raise
-            complain(str(error))
+            complain_as_rank(error)
             raise typer.Exit(error.exit_code) from None
+        except RuntimeError as error:
+            if not is_lost_contact(error) or os.environ.get("WIDE_DEBUG") == "1":
+                raise
+            complain_as_rank(error)
+            raise typer.Exit(1) from None
         except KeyboardInterrupt:
             complain("interrupted")
             raise typer.Exit(130) from None

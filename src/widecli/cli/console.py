@@ -11,6 +11,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from widecli.ranks import current
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -68,7 +70,9 @@ def _is_descriptor_one(stream: IO[str]) -> bool:
 
 
 def emit_json(document: dict[str, Any]) -> None:
-    """Writes the command's one JSON document to stdout; call it once, last."""
+    """Writes the command's one JSON document to stdout; call it once, last. Of several ranks the first one does."""
+    if not current().is_first:
+        return
     stream = _document_stream[-1] if _document_stream else sys.stdout
     stream.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     stream.flush()

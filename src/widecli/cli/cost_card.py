@@ -10,26 +10,38 @@ from widecli.cli.console import console, note
 if TYPE_CHECKING:
     from widecli.recipe.load import ResolvedRecipe
 
-_REFERENCE = ("one H200", 790e12)  # bf16 matrix product measured there; the dry run knows no device
+# A bf16 matrix product measured there, and the memory that its driver reports: the dry run knows no device.
+_REFERENCE = ("H200", 790e12, 139.8)
+_GIB = 2**30
 
 
-def dry_run_document(resolved: ResolvedRecipe, command: str = "calibrate") -> dict[str, Any]:
-    """Validate a recipe against its model's sizes and estimate the run. Raises UsageError; touches no device."""
+def dry_run_document(resolved: ResolvedRecipe, command: str = "calibrate", ranks: int | None = None) -> dict[str, Any]:
+    """Validate a recipe against its model's sizes and estimate the run. Raises UsageError; touches no device.
+
+    `ranks` None: as many as this process has joined.
+    """
     from widecli.data.sources import open_source
     from widecli.model.backbone import load_shape
     from widecli.model.budget import Budget
     from widecli.model.plan import RoutingPlan
-    from widecli.train.estimate import EFFICIENCY, estimate
+    from widecli.ranks import current
+    from widecli.train.distributed import refuse_shares
+    from widecli.train.estimate import EFFICIENCY, estimate, remedies
 
     recipe = resolved.recipe
+    ranks = ranks or current().size
+    refuse_shares(recipe.train.batch_size, ranks, recipe.train.micro_batch_size)
     shape = load_shape(recipe.model)
     plan = RoutingPlan.from_section(recipe.routing, shape)
     Budget.from_section(recipe.budget, plan, shape, recipe.data.sequence_length)
     value_bytes = 4 if recipe.model.dtype == "float32" else 2
     if recipe.data.source != "self":  # needs the model
         open_source(recipe.data.source, section=recipe.data)
-    figures = estimate(recipe, shape, plan, value_bytes=value_bytes, lora=command == "lora")
-    reach = EFFICIENCY["cuda" if recipe.train.compile is False else "cuda-compiled"]
+    card = (recipe.distributed.memory_gib or _REFERENCE[2]) * _GIB
+    how: dict[str, Any] = {"value_bytes": value_bytes, "lora": command == "lora", "ranks": ranks}
+    figures = estimate(recipe, shape, plan, card_bytes=card, **how)
+    seconds = figures.seconds(_REFERENCE[1] * EFFICIENCY["cuda" if recipe.train.compile is False else "cuda-compiled"])
+    changes = remedies(recipe, shape, plan, card, **how)
     return {
         "schema": "wide.dry_run/1",
         "command": command,
@@ -40,8 +52,12 @@ def dry_run_document(resolved: ResolvedRecipe, command: str = "calibrate") -> di
         "estimate": {
             **asdict(figures),
             "memory_bytes": figures.memory_bytes,
-            "seconds_on_reference": figures.seconds(_REFERENCE[1] * reach),
-            "reference": _REFERENCE[0],
+            "seconds_on_reference": seconds,
+            "gpu_hours_on_reference": seconds * ranks / 3600,
+            "reference": f"{ranks} {_REFERENCE[0]}s" if ranks > 1 else f"one {_REFERENCE[0]}",
+            "card_bytes": card,
+            "fits": changes == [],
+            "changes_to_fit": changes,
         },
     }
 
@@ -63,6 +79,12 @@ def print_dry_run(document: dict[str, Any]) -> None:
     per_step = f"{train['batch_size']} x {recipe['data']['sequence_length']}"
     parts = f"weights {_gigabytes(figures['weights_bytes'])}, activations {_gigabytes(figures['activations_bytes'])}"
     time = f"{duration(figures['seconds_on_reference'])} on {figures['reference']}"
+    if figures["ranks"] > 1:
+        time += f" ({figures['gpu_hours_on_reference']:.1f} GPU hours)"
+    if figures["host_bytes"]:
+        parts += (
+            f"; beside it {_gigabytes(figures['host_bytes'] * figures['ranks'])} of weights in the machine's memory"
+        )
     rows = [
         ("model", f"{recipe['model']['name']}: {sizes}"),
         (
@@ -73,12 +95,21 @@ def print_dry_run(document: dict[str, Any]) -> None:
         ("trainable", _trainable(document)),
         ("steps", f"{train['steps']:,} x {per_step} = {figures['tokens']:,} tokens"),
         ("data", f"{recipe['data']['source']}, packing {recipe['data']['packing']}"),
-        ("memory, about", f"{_gigabytes(figures['memory_bytes'])} ({parts})"),
+        ("memory of a GPU, about", f"{_gigabytes(figures['memory_bytes'])} ({parts})"),
+        ("", _fit(figures)),
         ("cost, about", f"{figures['flops']:.2g} FLOPs, {time}"),
     ]
     for name, value in rows:
         table.add_row(name, value)
     console.print(table)
+
+
+def _fit(figures: dict[str, Any]) -> str:
+    """Whether it fits, and what to change when not."""
+    card, changes = _gigabytes(figures["card_bytes"]), figures["changes_to_fit"]
+    if changes is None:
+        return f"that does not fit {card}, whatever else is changed: take more or larger GPUs, or shorter sequences"
+    return f"that does not fit {card}; this does: {' '.join(changes)}" if changes else f"that fits {card}"
 
 
 def _trainable(document: dict[str, Any]) -> str:
@@ -109,8 +140,10 @@ def print_expected_time(resolved: ResolvedRecipe, document: dict[str, Any]) -> N
     compiled = device.type == "cuda" and resolved.recipe.train.compile is not False
     reach = EFFICIENCY["cuda-compiled" if compiled else device.type]
     rate = _matrix_rate(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    seconds = document["estimate"]["flops"] / (rate * reach)
+    ranks = document["estimate"]["ranks"]
+    seconds = document["estimate"]["flops"] / (rate * reach * ranks)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    where = f"{ranks} ranks with {where} each" if ranks > 1 else where
     start = ", the closed-form start" if document["command"] == "calibrate" else ""
     steps = resolved.recipe.train.steps
     note(f"{steps} steps take about {duration(seconds)} on {where}, plus loading{start} and validation")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from widecli.cli import options
 from widecli.cli.console import emit_json, note, stdout_for_document
+from widecli.cli.launch import open_run, processes
 from widecli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ def eval(
     run_dir: options.RunDir = None,
     overwrite: options.Overwrite = False,
     offline: options.Offline = False,
+    nproc: options.Nproc = None,
     dry_run: options.DryRun = False,
     json: options.Json = False,
 ) -> None:
@@ -46,7 +49,7 @@ def eval(
     With --model and no checkpoint: that dense model alone.
     """
     offline = options.go_offline(offline)
-    with stdout_for_document(json):
+    with processes(None if dry_run else nproc), stdout_for_document(json):
         flags = {"tasks": tasks, "limit": limit, "data_root": data_root, "run_dir": run_dir, "model": model}
         job, resolved = prepare(arguments, flags, with_dense=dense, offline=offline)
         document = describe(job) if dry_run else run_evaluation(job, resolved, overwrite=overwrite)
@@ -134,19 +137,11 @@ def run_evaluation(job: Evaluation, resolved: ResolvedRecipe, *, overwrite: bool
     """Evaluate into a run directory of its own; returns the summary."""
     from widecli.cli.tables import print_evaluation
     from widecli.evaluate.evaluation import evaluate
-    from widecli.recipe.load import dump
-    from widecli.track.run import Run
 
     recipe = resolved.recipe.model_copy(update={"model": job.model})
     if job.checkpoint:
         options.refuse_own_directory(recipe.track.run_dir, job.checkpoint)
-    run = Run.create(
-        "eval",
-        evaluation_name(job),
-        recipe_yaml=dump(recipe),
-        run_dir=recipe.track.run_dir,
-        overwrite=overwrite,
-    )
+    run = open_run("eval", evaluation_name(job), replace(resolved, recipe=recipe), overwrite=overwrite)
     run.write_environment()
     summary = run.write_summary(evaluate(job, note, run.write_json))
     print_evaluation(summary)

@@ -10,6 +10,7 @@ import typer
 
 from widecli.cli import options
 from widecli.cli.console import emit_json, note, stdout_for_document
+from widecli.cli.launch import processes
 from widecli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def lora(
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
     offline: options.Offline = False,
+    nproc: options.Nproc = None,
     dry_run: options.DryRun = False,
     json: options.Json = False,
 ) -> None:
@@ -49,7 +51,7 @@ def lora(
     Without a recipe: the calibration's own text, steps and budget, at its last temperature.
     """
     offline = options.go_offline(offline)
-    with stdout_for_document(json):
+    with processes(None if dry_run else nproc), stdout_for_document(json):
         flags = {
             "model": model,
             "data": data,
@@ -62,9 +64,9 @@ def lora(
         }
         start, resolved = prepare(arguments, flags, dry_run=dry_run)
         if start is None:
-            document = plan_run(resolved, None)
+            document = plan_run(resolved, None, nproc)
         elif dry_run:
-            document = plan_run(resolved, start)
+            document = plan_run(resolved, start, nproc)
         else:
             document = run_lora(resolved, start, resume=resume, overwrite=overwrite, offline=offline)
         if json:
@@ -148,11 +150,11 @@ def lora_name(resolved: ResolvedRecipe, start: Path) -> str:
     return run_name(resolved).removesuffix(resolved.hash8) + hashlib.sha256(key.encode()).hexdigest()[:8]
 
 
-def plan_run(resolved: ResolvedRecipe, start: Path | None) -> dict[str, Any]:
+def plan_run(resolved: ResolvedRecipe, start: Path | None, nproc: int | None = None) -> dict[str, Any]:
     """Check a recipe against its model's sizes and print what the run would take; touches no device."""
     from widecli.cli.cost_card import dry_run_document, print_dry_run
 
-    document = {**dry_run_document(resolved, "lora"), "checkpoint": str(start) if start else None}
+    document = {**dry_run_document(resolved, "lora", nproc), "checkpoint": str(start) if start else None}
     print_dry_run(document)
     note(f"it would start from {start}" if start else "no checkpoint was checked: there is none below runs/")
     return document

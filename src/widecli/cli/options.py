@@ -81,6 +81,15 @@ DryRun = Annotated[
         "--dry-run", help="Check everything, print shapes, memory and cost; run nothing.", rich_help_panel=_RUN
     ),
 ]
+Nproc = Annotated[
+    int | None,
+    typer.Option(
+        "--nproc",
+        min=1,
+        help="Processes on this machine, one a GPU; as torchrun --nproc-per-node.",
+        rich_help_panel=_RUN,
+    ),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing run.", rich_help_panel=_RUN)]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an existing run.", rich_help_panel=_RUN)]
 Offline = Annotated[

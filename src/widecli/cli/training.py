@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from widecli.cli.console import console, note, progress, warn
+from widecli.cli.launch import open_run
+from widecli.ranks import current
 
 if TYPE_CHECKING:
     from widecli.recipe.load import ResolvedRecipe
@@ -18,7 +20,10 @@ def tracked(resolved: ResolvedRecipe, run: Run, train: Callable[[TrainingBar], d
     from widecli.track.wandb import start_wandb
 
     run.write_environment()
-    tracker = start_wandb(resolved.recipe.track, run, resolved.recipe.model_dump(mode="json"), warn=warn)
+    section = resolved.recipe.track
+    if not run.writes:
+        section = section.model_copy(update={"wandb": "off"})
+    tracker = start_wandb(section, run, resolved.recipe.model_dump(mode="json"), warn=warn)
     note(tracker.description)
     exit_code = 1
     try:
@@ -45,18 +50,10 @@ def run_stage(
     """Make or continue the run directory of a training command and train in it; returns the run's summary."""
     from widecli.cli.cost_card import print_expected_time
     from widecli.cli.tables import print_training
-    from widecli.recipe.load import dump
-    from widecli.track.run import Run
 
-    run = Run.create(
-        command,
-        name,
-        recipe_yaml=dump(resolved.recipe),
-        run_dir=resolved.recipe.track.run_dir,
-        overwrite=overwrite,
-        resume=resume,
-    )
-    if resume and (summary := run.summary()):
+    run = open_run(command, name, resolved, overwrite=overwrite, resume=resume)
+    summary: dict[str, Any] | None = current().from_first(run.summary()) if resume else None
+    if summary:
         note(f"{run.path} is finished already")
     else:
         print_expected_time(resolved, expected)

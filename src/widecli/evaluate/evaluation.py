@@ -21,6 +21,7 @@ from widecli.model import checkpoint
 from widecli.model.backbone import Backbone, load_backbone
 from widecli.model.identity import BackboneIdentity
 from widecli.model.routed import RoutedModel
+from widecli.ranks import current
 from widecli.recipe.schema import EvalSection, ModelSection
 
 Note = Callable[[str], None]
@@ -40,12 +41,16 @@ class Evaluation:
 
 
 def evaluate(job: Evaluation, note: Note, store: Store) -> dict[str, Any]:
-    """Measure; returns the values of the run's summary. lm-eval's own documents go to `store` untouched."""
+    """Measure; returns the values of the run's summary. lm-eval's own documents go to `store` untouched.
+
+    Several ranks hold the whole model each, score a part of the windows and requests, and get all results.
+    """
     section = job.section
     if not section.tasks and not section.perplexity:
         raise UsageError("nothing to evaluate: name eval.perplexity texts or eval.tasks (paper = the paper's seven)")
     config = checkpoint.read_config(job.checkpoint) if job.checkpoint else None
-    tasks = load_tasks(section.tasks, data_root=section.data_root, offline=job.offline) if section.tasks else []
+    with current().one_a_machine_first():  # data sets are downloaded and prepared once
+        tasks = load_tasks(section.tasks, data_root=section.data_root, offline=job.offline) if section.tasks else []
     measurement = partial(_Measurement, job=job, tasks=tasks, note=note, store=store)
     if config is None:
         backbone = _load(job.model, note)
@@ -104,14 +109,14 @@ class _Measurement:
         # a moved or renamed folder with the same weights is the same model
         identity = {k: v for k, v in asdict(self.backbone.identity).items() if k in ("config_hash", "weights_hash")}
         cacheable = identity["weights_hash"] is not None
-        stored = DenseCache().load(identity, dtype, self.protocol) if cacheable else None
+        stored = current().from_first(DenseCache().load(identity, dtype, self.protocol) if cacheable else None)
         if stored is not None:
             self.note("dense: measured before under this protocol, taken from the cache")
             if stored.get("lm_eval"):
                 self.store("lm_eval_dense.json", stored["lm_eval"])
             return {**{k: v for k, v in stored.items() if k != "lm_eval"}, "from_cache": True}
         found, harness = self._measure("dense", "lm_eval_dense.json")
-        if cacheable:
+        if cacheable and current().is_first:
             DenseCache().store(identity, dtype, self.protocol, {**found, "lm_eval": harness})
         return {**found, "from_cache": False}
 
@@ -123,11 +128,12 @@ class _Measurement:
         def traced(name: str, run: Callable[[], Any]) -> Any:
             with routed.tracing() as one:
                 result = run()
-            rates[name] = one.summary(context)
+            rates[name] = one.gathered(current().total).summary(context)
             return result
 
         with routed.tracing() as trace:
             found, _ = self._measure("routed", "lm_eval_routed.json", traced)
+        trace = trace.gathered(current().total)
         seen = {name: {k: v for k, v in r.items() if k != "layers"} for name, r in rates.items()}
         return {**found, **trace.summary(context), "skip_by_text": seen, "tokens": trace.tokens}
 
@@ -151,6 +157,7 @@ class _Measurement:
                     batch_size=section.batch_size if isinstance(section.batch_size, int) else self._perplexity_batch(),
                     data_root=section.data_root,
                     offline=self.job.offline,
+                    ranks=current(),
                 ),
             )
             perplexity[key], details[key] = result.value, result.as_dict()

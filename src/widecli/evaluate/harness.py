@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from widecli.errors import UsageError, WideError
 from widecli.evaluate.quiet import quiet_harness
 from widecli.evaluate.tasks import load_tasks, templates_compiled_once
+from widecli.ranks import current
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +37,8 @@ def run_tasks(
     `limit` is a number of documents a task. `batch_size` "auto" fills the device and halves on out-of-memory; results
     do not depend on it. Sequences longer than `max_length` lose their beginning. `seed` goes to every seed of lm-eval
     (few-shot choice, sampling); None keeps its defaults. `name` stands for the model in the record. No request cache is
-    used. Progress and messages go to stderr.
+    used. Progress and messages go to stderr. Several ranks build the same requests, score a part each and get all
+    results.
     """
     if not isinstance(batch_size, int) and batch_size != "auto":
         raise UsageError(f"eval.batch_size={batch_size} must be a number of sequences or auto.")
@@ -70,10 +72,12 @@ def run_tasks(
             )
         finally:
             model.train(was_training)
-    if results is None:
-        raise WideError("lm-eval gave no results: it returns them on the process with rank 0 only.")
     # task configurations hold functions: plain JSON, as lm-eval itself writes them
-    plain: dict[str, Any] = json.loads(json.dumps(results, default=handle_non_serializable))
+    text = None if results is None else json.dumps(results, default=handle_non_serializable)
+    text = current().from_first(text)  # lm-eval gives none where LOCAL_RANK is not 0
+    if text is None:
+        raise WideError("lm-eval gave no results; run it in one process, or start the ranks with torchrun or --nproc")
+    plain: dict[str, Any] = json.loads(text)
     return plain
 
 

@@ -24,6 +24,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from widecli.errors import UsageError, WideError
 from widecli.evaluate.backoff import is_out_of_memory, release_memory
 from widecli.evaluate.scoring_plan import BatchLimits, Row, kept_positions, make_rows, next_batch
+from widecli.ranks import current
 
 logger = logging.getLogger(__name__)
 
@@ -128,9 +129,12 @@ class ScoringModel(HFLM):  # type: ignore[misc]  # lm-eval is untyped
             logger.warning(
                 "%d of %d texts were longer than %d tokens and were cut.", truncated, len(requests), self.max_length
             )
+        ranks = current()
+        # sorted by length, so that every rank gets as much of the long ones
+        rows = list(ranks.share(rows))
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         bar = tqdm(
-            total=len(requests),
+            total=sum(len(row.continuations) for row in rows),
             desc="Scoring",
             unit="request",
             disable=disable_tqdm or not sys.stderr.isatty(),
@@ -153,6 +157,9 @@ class ScoringModel(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         if pending is not None:
             bar.update(_collect(*pending, answers))
         bar.close()
+        found = [(index, answers[index]) for row in rows for index, _ in row.continuations]
+        for index, answer in (pair for part in ranks.gather(found) for pair in part):
+            answers[index] = answer
         return answers
 
     def _try_batch(self, batch: Sequence[Row]) -> Any | None:
@@ -219,6 +226,14 @@ class ScoringModel(HFLM):  # type: ignore[misc]  # lm-eval is untyped
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Greedy generation by lm-eval's own code; a batch that does not fit starts over with half of its size."""
+        ranks = current()
+        texts: list[Any] = [None] * len(requests)
+        mine = list(ranks.share(requests))
+        for rank, part in enumerate(ranks.gather(self._generate(mine, disable_tqdm) if mine else [])):
+            texts[rank :: ranks.size] = part
+        return texts
+
+    def _generate(self, requests: list[Any], disable_tqdm: bool) -> list[str]:
         quiet = disable_tqdm or not sys.stderr.isatty()
         while True:
             try:

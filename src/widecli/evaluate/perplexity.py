@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from widecli.errors import UsageError, WideError
 from widecli.evaluate.backoff import is_out_of_memory, release_memory
 from widecli.evaluate.texts import PERPLEXITY_TOKEN_CAPS, perplexity_key, perplexity_text, split_windows
+from widecli.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -77,12 +78,14 @@ def token_perplexity(
     max_windows: int | None = None,
     batch_size: int = 1,
     add_bos: bool = False,
+    ranks: Ranks = ALONE,
 ) -> PerplexityResult:
     """Perplexity of `input_ids` [T] (int64, any device) under a causal language model.
 
     `window` counts the positions fed at once (BOS included); `stride` counts text tokens and defaults to a whole
-    window. `batch_size` windows share a forward pass, halved when memory runs out. Raises `UsageError` for a text of
-    fewer than two tokens, a stride outside 1..window, or `add_bos` with a model that has no BOS token.
+    window. `batch_size` windows share a forward pass, halved when memory runs out. Several `ranks` measure a part of
+    the windows each and all get the whole result. Raises `UsageError` for a text of fewer than two tokens, a stride
+    outside 1..window, or `add_bos` with a model that has no BOS token.
     """
     import torch
 
@@ -106,9 +109,10 @@ def token_perplexity(
     model.eval()
     sums: list[Tensor] = []
     position, rows = 0, max(1, batch_size)
+    mine = list(ranks.share(cuts))
     try:
-        while position < len(cuts):
-            batch = _same_length(cuts[position : position + rows])
+        while position < len(mine):
+            batch = _same_length(mine[position : position + rows])
             try:
                 with torch.no_grad():
                     sums.append(_window_nll(model, input_ids, batch, bos, device))
@@ -125,7 +129,11 @@ def token_perplexity(
         model.train(was_training)
 
     scored = sum(cut.end - cut.first for cut in cuts)
-    nll_sum = float(torch.cat(sums).cpu().double().sum())
+    # every window at its place: summed in the order of the text, whoever measured it
+    by_window = torch.zeros(len(cuts), dtype=torch.float64)
+    if sums:
+        by_window[ranks.rank :: ranks.size] = torch.cat(sums).cpu().double()
+    nll_sum = float(ranks.total(by_window).sum())
     # exp overflows a float beyond 709; a model that bad has an infinite perplexity, not a crash.
     value = math.exp(nll_sum / scored) if nll_sum / scored < 709 else math.inf
     return PerplexityResult(value, nll_sum, scored, window, step, len(cuts), bos is not None)
@@ -183,6 +191,7 @@ def measure_perplexity(
     batch_size: int = 1,
     data_root: str | None = None,
     offline: bool = False,
+    ranks: Ranks = ALONE,
 ) -> tuple[str, PerplexityResult]:
     """Perplexity of a named text or a text file: the result's key (`wikitext2/token_ppl`) and the result.
 
@@ -204,5 +213,5 @@ def measure_perplexity(
     if len(encoded) < 2:
         raise UsageError(f"The perplexity text {name} has {len(encoded)} tokens; it takes at least 2.")
     ids = torch.tensor(encoded, dtype=torch.int64)
-    result = token_perplexity(model, ids, window=window, max_windows=max_windows, batch_size=batch_size)
+    result = token_perplexity(model, ids, window=window, max_windows=max_windows, batch_size=batch_size, ranks=ranks)
     return perplexity_key(name), PerplexityResult(**{**asdict(result), "label": label})

@@ -33,6 +33,7 @@ class Backbone:
     tokenizer: Any
     identity: BackboneIdentity
     device: torch.device
+    sharded: bool = False  # each rank holds a part: then all of them run every forward pass together
 
     @property
     def shape(self) -> ModelShape:
@@ -83,6 +84,54 @@ def load_backbone(section: ModelSection, device: torch.device | None = None) -> 
     revision = section.revision or getattr(model.config, "_commit_hash", None)
     identity = BackboneIdentity(section.name, revision, config_hash(model.config), weights_hash(model))
     return Backbone(model, tokenizer, identity, device)
+
+
+def empty_backbone(section: ModelSection, dtype: torch.dtype) -> tuple[Any, Any, Path]:
+    """Tokenizer, the model without memory behind its parameters (its buffers are real), and the folder of its files.
+
+    Raises UsageError for a model that has no safetensors to read parts of.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    source = _locate(section.name)
+    options: dict[str, Any] = {} if section.attention == "auto" else {"attn_implementation": section.attention}
+    try:
+        folder = Path(source) if Path(source).is_dir() else _downloaded(source, section.revision)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder)
+        model = empty_model(config, dtype, **options)
+    except Exception as error:  # as in _load
+        raise _explain(section.name, error, local=Path(source).exists()) from error
+    if not any(folder.glob("*.safetensors")):
+        raise UsageError(
+            f"{section.name} has no .safetensors files, which alone can be read in parts: convert it, or take "
+            f"distributed.shard=none"
+        )
+    return tokenizer, model, folder
+
+
+def empty_model(config: Any, dtype: torch.dtype, **options: Any) -> Any:
+    """A model of a Hugging Face config whose parameters have no memory; its buffers, made from the config, do."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    path, _, name = family_of(model).rotary.rpartition(".")
+    rotary = type(model.get_submodule(path).get_submodule(name))
+    setattr(model.get_submodule(path), name, rotary(config=model.config))
+    if odd := [n for n, b in model.named_buffers() if b.is_meta]:
+        raise UsageError(
+            f"this {config.model_type} model keeps {odd[0]} outside of its weights; distributed.shard=none loads it"
+        )
+    model.tie_weights()
+    return model
+
+
+def _downloaded(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    kinds = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+    return Path(snapshot_download(name, revision=revision, allow_patterns=kinds))
 
 
 def load_tokenizer(section: ModelSection) -> Any:

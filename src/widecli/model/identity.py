@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from widecli.model.plan import ModelShape
 
@@ -47,14 +48,24 @@ def config_hash(config: Any) -> str:
 @torch.no_grad()
 def weights_hash(model: nn.Module) -> str | None:
     """Hash of evenly spaced values of every parameter, rounded to bf16; None for fp16 weights."""
+    parameters = dict(model.named_parameters())
+    if any(p.dtype == torch.float16 for p in parameters.values()):
+        return None
+
+    def values(name: str, index: Tensor) -> Tensor:
+        flat = parameters[name].detach().reshape(-1)
+        return flat[index.to(flat.device)]
+
+    return hash_of_values(((name, p.numel()) for name, p in parameters.items()), values)
+
+
+def hash_of_values(parameters: Iterable[tuple[str, int]], values: Callable[[str, Tensor], Tensor]) -> str:
+    """`weights_hash` for (name, size) of every parameter; `values` reads some of one by their flat indices."""
     digest = hashlib.sha256()
     samples = []
-    for name, parameter in sorted(model.named_parameters()):
-        if parameter.dtype == torch.float16:
-            return None
-        flat = parameter.detach().reshape(-1)
-        index = torch.linspace(0, flat.numel() - 1, min(_SAMPLED_VALUES, flat.numel()), dtype=torch.float64).long()
-        samples.append(flat[index.to(flat.device)].to(torch.bfloat16))
+    for name, size in sorted(parameters):
+        index = torch.linspace(0, size - 1, min(_SAMPLED_VALUES, size), dtype=torch.float64).long()
+        samples.append(values(name, index).to(torch.bfloat16))
         digest.update(name.encode())
     digest.update(torch.cat(samples).cpu().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]

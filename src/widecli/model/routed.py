@@ -10,12 +10,13 @@ for all layers, so that compiling one decoder layer (`RoutedModel.compile_layers
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from widecli.model.families import Family, family_of
@@ -285,25 +286,36 @@ class RoutedModel:
             offset += width
 
     @contextmanager
-    def compiled_layers(self, enabled: bool, **options: Any) -> Iterator[None]:
-        """Compile the decoder layers inside the block, hooks included. One graph serves all layers of the same plan.
+    def compiled_layers(self, enabled: bool, *, checkpointing: bool = False, **options: Any) -> Iterator[None]:
+        """Compile the decoder layers inside the block, our hooks included. One graph serves all layers of a plan.
 
-        Outside it runs eager: evaluation has many shapes, and each would cost a compilation.
+        `checkpointing` runs them again in the backward pass instead of keeping what is between. It goes around the
+        compiled code: inside, where Hugging Face's own has come to stand, it would break the graph at every decision.
+        What gathers a sharded layer's weights hooks on the layer itself and stays outside of both. Outside of the block
+        layers run eager: evaluation has many shapes, and each would cost a compilation.
         """
-        if not enabled:
+        layers: list[Any] = list(self.decoder_layers())
+        with ExitStack() as stack:
+            if enabled:
+                # frozen embeddings give layer 0 an input without gradient, which would cost a second graph
+                stack.enter_context(self._embeddings_with_gradient())
+            for layer in layers:
+                if enabled:
+                    layer.forward = torch.compile(layer.forward, **options)
+                if checkpointing:
+                    layer.forward = _checkpointed(layer.forward)
+                if enabled or checkpointing:
+                    stack.callback(layer.__dict__.pop, "forward")
             yield
-            return
+
+    @contextmanager
+    def _embeddings_with_gradient(self) -> Iterator[None]:
         embedding = cast(Any, self.backbone).get_input_embeddings()
-        # frozen embeddings give layer 0 an input without gradient, which would cost a second graph
         handle = embedding.register_forward_hook(_require_grad)
-        for layer in self.decoder_layers():
-            layer.compile(**options)
         try:
             yield
         finally:
             handle.remove()
-            for layer in self.decoder_layers():
-                layer._compiled_call_impl = None  # what nn.Module.compile sets; there is no public way back
 
     def parameters(self) -> list[nn.Parameter]:
         """The routers' parameters."""
@@ -313,6 +325,16 @@ class RoutedModel:
 def _require_grad(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_(True)
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    # the re-entrant kind would lose the gradient of the masks, which leave the layer on the side
+    def again_in_the_backward_pass(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return again_in_the_backward_pass
 
 
 def build_routers(plan: RoutingPlan, shape: ModelShape, seed: int = 0) -> nn.ModuleDict:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,35 @@ class RoutingTrace:
         for key, count in executed.items():
             previous = self._executed.get(key)
             self._executed[key] = count.double() if previous is None else previous.double() + count
+
+    def summed(self, total: Callable[[Tensor], Tensor]) -> RoutingTrace:
+        """One pass of a step, of all processes together: `total` adds a vector up over them, with its gradient."""
+        counts = [self._executed[key] for key in self._keys()]
+        tokens = torch.as_tensor(self._tokens, dtype=counts[0].dtype, device=counts[0].device)
+        return self._with_sums(total(torch.cat([*counts, tokens.reshape(1)])))
+
+    def gathered(self, total: Callable[[Tensor], Tensor]) -> RoutingTrace:
+        """What all processes saw of an evaluation, without gradient, on the CPU; one may have seen nothing."""
+        counts = [
+            self._executed[key].detach().double().cpu() if self._executed else torch.zeros(groups, dtype=torch.float64)
+            for key, groups in self._keys().items()
+        ]
+        whole = self._with_sums(total(torch.cat([*counts, torch.tensor([float(self._tokens)], dtype=torch.float64)])))
+        if not whole.tokens:
+            raise RuntimeError("the trace has seen no forward pass")
+        return whole
+
+    def _keys(self) -> dict[tuple[int, PartName], int]:
+        """Groups by layer and part: what a whole pass counts."""
+        return {(i, p): layer.groups(p) for i, layer in enumerate(self.layers) for p in PARTS if layer.groups(p)}
+
+    def _with_sums(self, flat: Tensor) -> RoutingTrace:
+        keys = self._keys()
+        *counts, tokens = torch.split(flat, [*keys.values(), 1])
+        whole = RoutingTrace(self.shape, self.rank, self.layers)
+        whole._executed = dict(zip(keys, counts, strict=True))
+        whole._tokens = tokens.reshape(())
+        return whole
 
     @property
     def tokens(self) -> int:

@@ -30,7 +30,7 @@ from widecli.recipe.keys import (
     section_keys,
     suggestion,
 )
-from widecli.recipe.schema import LoraSection, Recipe, SweepSection
+from widecli.recipe.schema import DistributedSection, LoraSection, Recipe, SweepSection
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ def resolve(
 
 
 def recipe_hash(recipe: Recipe) -> str:
-    """First 8 hex digits of the SHA-256 of everything but `track` and `sweep`.
+    """First 8 hex digits of the SHA-256 of everything but `track`, `sweep` and `distributed`.
 
     A `lora` section at its defaults and the pattern keys of other modes leave no trace: nothing reads them, and recipes
     from before they existed keep their hash.
     """
-    without = {"track", "sweep"} | ({"lora"} if recipe.lora == LoraSection() else set())
+    without = {"track", "sweep", "distributed"} | ({"lora"} if recipe.lora == LoraSection() else set())
     content = recipe.model_dump(mode="json", exclude=without)
     if recipe.routing.mode != "patterns":
         content["routing"] = {k: v for k, v in content["routing"].items() if not k.startswith("pattern_")}
@@ -103,8 +103,10 @@ def recipe_hash(recipe: Recipe) -> str:
 
 
 def dump(recipe: Recipe) -> str:
-    """The whole recipe as YAML, without a `sweep` that says nothing; `load_text(dump(recipe)) == recipe`."""
+    """The whole recipe as YAML, without `sweep` and `distributed` that say nothing; `load_text` brings it back."""
     without = {"sweep"} if recipe.sweep == SweepSection() else set()
+    if recipe.distributed == DistributedSection():
+        without |= {"distributed"}
     return dump_yaml(recipe.model_dump(mode="json", exclude=without))
 
 

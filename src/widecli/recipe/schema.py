@@ -171,6 +171,22 @@ class TrainSection(Section):
         return self
 
 
+class DistributedSection(Section):
+    """How several GPUs hold the frozen backbone. Results do not depend on it; one plain process ignores it."""
+
+    shard: Literal["auto", "none", "node", "full"] = Field(
+        "auto",
+        description="none = every GPU holds it whole; node = dealt to the GPUs of each machine; full = dealt to all; "
+        "auto = none where it takes at most 40 % of a GPU's memory",
+    )
+    offload: bool = Field(
+        False, description="keep the dealt weights in the machine's memory (works with --nproc 1 too)"
+    )
+    memory_gib: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="memory of one GPU to plan with; default: what it says, in a dry run an H200's"
+    )
+
+
 class LoraSection(Section):
     """The second stage: a LoRA adapter on the linear layers while the routers train on."""
 
@@ -272,6 +288,7 @@ class Recipe(Section):
     routing: RoutingSection = RoutingSection()
     budget: BudgetSection = BudgetSection()
     train: TrainSection = TrainSection()
+    distributed: DistributedSection = DistributedSection()
     lora: LoraSection = LoraSection()
     eval: EvalSection = EvalSection()
     track: TrackSection = TrackSection()

@@ -21,7 +21,7 @@ from widecli.track.summary import completed
 RUNS = Path("runs")
 _LONGEST_LINE_BYTES = 1 << 20
 # What may differ when a run continues: none of it changes the batches, the noise or the learning rates.
-_FREE_ON_RESUME = ("track.", "eval.", "train.save_every")
+_FREE_ON_RESUME = ("track.", "eval.", "distributed.", "train.save_every")
 
 
 def run_name(resolved: ResolvedRecipe) -> str:
@@ -40,11 +40,15 @@ def _sparsity(budget: BudgetSection) -> str:
 
 
 class Run:
-    """One run's directory and what is written to it."""
+    """One run's directory and what is written to it.
 
-    def __init__(self, path: Path, command: str) -> None:
+    With `writes=False` it only looks on: one process of several writes.
+    """
+
+    def __init__(self, path: Path, command: str, *, writes: bool = True) -> None:
         self.path = path
         self.command = command
+        self.writes = writes
         self._metrics: IO[str] | None = None
 
     @classmethod
@@ -128,6 +132,8 @@ class Run:
 
     def log(self, step: int, **metrics: Any) -> None:
         """Appends one line to `metrics.jsonl` and flushes it; a number that is not finite is written as null."""
+        if not self.writes:
+            return
         line = json.dumps({"step": step, **plain(metrics)}, ensure_ascii=False, allow_nan=False)
         try:
             if self._metrics is None:
@@ -155,7 +161,7 @@ class Run:
     def rewind_metrics(self, step: int) -> None:
         """Keeps the entries before `step`, where the run continues, and drops the rest."""
         self.close()
-        if not self._metrics_path.exists():
+        if not self.writes or not self._metrics_path.exists():
             return
         kept = [entry for entry in self.metrics() if entry["step"] < step]
         write_text(self._metrics_path, "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in kept))
@@ -167,18 +173,21 @@ class Run:
             The document as written: what `--json` prints.
         """
         summary: dict[str, Any] = plain(completed(self.command, {**values, "run_dir": str(self.path)}))
-        write_json(self.path / "summary.json", summary)
+        if self.writes:
+            write_json(self.path / "summary.json", summary)
         return summary
 
     def write_environment(self) -> None:
         """Records the machine, versions and command line in `environment.json`."""
         from widecli.profiling.environment import environment
 
-        write_json(self.path / "environment.json", environment())
+        if self.writes:
+            write_json(self.path / "environment.json", environment())
 
     def write_json(self, name: str, value: object) -> Path:
         """Writes another document of the run (lm-eval's results), atomically."""
-        write_json(self.path / name, value)
+        if self.writes:
+            write_json(self.path / name, value)
         return self.path / name
 
     def close(self) -> None:

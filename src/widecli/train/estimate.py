@@ -1,9 +1,10 @@
-"""What a training stage will take, from shapes alone: FLOPs, memory and time. Figures are estimates and say so."""
+"""What a training stage will take, from shapes alone: FLOPs, a card's memory, time. All are estimates and say so."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from widecli.model.cost import fixed_flops, part_flops, router_flops
 from widecli.model.plan import PARTS, ModelShape, RoutingPlan
@@ -11,16 +12,20 @@ from widecli.model.plan import PARTS, ModelShape, RoutingPlan
 if TYPE_CHECKING:
     from widecli.recipe.schema import Recipe
 
+WHOLE_UP_TO = 0.4  # of a card's memory may be weights before they are dealt; the rest is for activations
 # Share of a large matrix product's rate that a step reaches, measured on SmolLM2-135M: one H200 (790 TFLOP/s) runs
 # 146k tokens/s eager and 319k compiled, two CPU cores about 120 tokens/s. Larger models come closer to the peak.
 EFFICIENCY = {"cuda": 0.10, "cuda-compiled": 0.22, "cpu": 0.35}
 _OPTIMIZER_COPIES = 4  # fp32 weights, gradients and two moments
+_MESSAGE_COPIES = 2  # what ranks add up: one message of all gradients, and its sum
+_GATHERED_LAYERS = 3  # of a dealt backbone: the one that runs, the next one, and the message that brings it
+USABLE = 0.92  # of a card's memory: the rest is CUDA's own, NCCL's, and what fragments
 _CHUNK_LOGITS_COPIES = 3
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Sizes in bytes, FLOPs of the whole run."""
+    """Sizes in bytes, on the fullest card; FLOPs of the whole run, on all cards together."""
 
     router_parameters: int
     adapter_parameters: int
@@ -31,6 +36,8 @@ class Estimate:
     weights_bytes: float
     activations_bytes: float
     trainable_bytes: float
+    ranks: int = 1
+    host_bytes: float = 0.0  # of weights that lie in a rank's share of the machine's memory
 
     @property
     def memory_bytes(self) -> float:
@@ -38,12 +45,24 @@ class Estimate:
         return self.weights_bytes + self.activations_bytes + self.trainable_bytes
 
     def seconds(self, flops_per_second: float) -> float:
-        """Time of the steps at a sustained rate."""
-        return self.flops / flops_per_second
+        """Time of the steps at a sustained rate of each card."""
+        return self.flops / flops_per_second / self.ranks
 
 
-def estimate(recipe: Recipe, shape: ModelShape, plan: RoutingPlan, *, value_bytes: int, lora: bool = False) -> Estimate:
-    """Estimate a calibration or, with `lora`, the second stage; `value_bytes` of one backbone value (2 for bf16)."""
+def estimate(
+    recipe: Recipe,
+    shape: ModelShape,
+    plan: RoutingPlan,
+    *,
+    value_bytes: int,
+    lora: bool = False,
+    ranks: int = 1,
+    card_bytes: float | None = None,
+) -> Estimate:
+    """Estimate a calibration or, with `lora`, the second stage; `value_bytes` of one backbone value (2 for bf16).
+
+    `card_bytes` decides whether distributed.shard=auto deals the backbone.
+    """
     layers = plan.layers(shape)
     counts = [n for x in layers for n in ([1] if x.shared else [g for g in (x.attention_groups, x.ffn_groups) if g])]
     width, rank = shape.hidden_size, plan.rank
@@ -56,8 +75,10 @@ def estimate(recipe: Recipe, shape: ModelShape, plan: RoutingPlan, *, value_byte
     passes += lora and recipe.lora.objective == "distill"  # the teacher's pass
     adapter = _adapter_parameters(recipe, shape) if lora else 0
     trained = adapter + (0 if lora and recipe.lora.freeze_routers else routers)
-    micro_tokens = (recipe.train.micro_batch_size or recipe.train.batch_size) * length
-    parameters = _backbone_parameters(shape)
+    micro_tokens = (recipe.train.micro_batch_size or -(-recipe.train.batch_size // ranks)) * length
+    copies = _OPTIMIZER_COPIES + (_MESSAGE_COPIES if ranks > 1 else 0)
+    parameters = backbone_parameters(shape)
+    held, on_host = _weights(recipe, shape, value_bytes, ranks, card_bytes)
     return Estimate(
         router_parameters=routers,
         adapter_parameters=adapter,
@@ -65,18 +86,91 @@ def estimate(recipe: Recipe, shape: ModelShape, plan: RoutingPlan, *, value_byte
         groups_per_token=sum(counts),
         tokens=tokens,
         flops=forward * passes * tokens,
-        weights_bytes=float(parameters * value_bytes),
+        weights_bytes=held,
         activations_bytes=_activation_bytes(recipe, shape, sum(counts), micro_tokens, value_bytes, lora),
-        trainable_bytes=float(trained * 4 * _OPTIMIZER_COPIES),
+        trainable_bytes=float(trained * 4 * copies),
+        ranks=ranks,
+        host_bytes=on_host,
     )
 
 
-def _backbone_parameters(shape: ModelShape) -> int:
-    heads = shape.num_attention_heads + shape.num_key_value_heads
-    layer = 2 * shape.hidden_size * heads * shape.head_dim + 3 * shape.hidden_size * shape.intermediate_size
+def _weights(
+    recipe: Recipe, shape: ModelShape, value_bytes: int, ranks: int, card_bytes: float | None
+) -> tuple[float, float]:
+    """Bytes of the backbone on one card and in the memory beside it."""
+    section = recipe.distributed
+    layer, whole = _layer_parameters(shape) * value_bytes, float(backbone_parameters(shape) * value_bytes)
+    fits = card_bytes is None or whole <= WHOLE_UP_TO * card_bytes
+    dealt = section.offload or section.shard in ("node", "full") or (section.shard == "auto" and not fits)
+    if not dealt or (ranks == 1 and not section.offload):
+        return whole, 0.0
+    layers = float(layer * shape.num_hidden_layers)
+    always = whole - layers + min(_GATHERED_LAYERS, shape.num_hidden_layers) * layer
+    return (always, layers / ranks) if section.offload else (always + layers / ranks, 0.0)
+
+
+def remedies(recipe: Recipe, shape: ModelShape, plan: RoutingPlan, card_bytes: float, **how: Any) -> list[str] | None:
+    """The recipe keys to change so that a run fits a card, the cheapest way that does; [] = it fits, None = none does.
+
+    In this order: smaller micro-batches, recomputing activations, dealing the backbone, keeping it off the card.
+    """
+    for changes in _ways(recipe, how.get("ranks", 1)):
+        tree = recipe.model_dump()
+        for key, value in changes.items():
+            section, _, name = key.partition(".")
+            tree[section][name] = value
+        tried = estimate(type(recipe).model_validate(tree), shape, plan, card_bytes=card_bytes, **how)
+        if tried.memory_bytes <= USABLE * card_bytes:
+            return [f"{key}={str(value).lower()}" for key, value in changes.items()]
+    return None
+
+
+def fitting_micro_batch(
+    recipe: Recipe, shape: ModelShape, plan: RoutingPlan, card_bytes: float, *, ranks: int, **how: Any
+) -> int:
+    """The largest halving of a rank's share that should fit its card, at least one sequence."""
+    size = max(1, recipe.train.batch_size // ranks)
+    while size > 1:
+        train = recipe.train.model_copy(update={"micro_batch_size": size})
+        tried = recipe.model_copy(update={"train": train})
+        figures = estimate(tried, shape, plan, card_bytes=card_bytes, ranks=ranks, **how)
+        if figures.memory_bytes <= USABLE * card_bytes:
+            break
+        size = (size + 1) // 2
+    return size
+
+
+def _ways(recipe: Recipe, ranks: int) -> Iterator[dict[str, Any]]:
+    """Changes to try, nothing first."""
+    train, section = recipe.train, recipe.distributed
+    largest = train.micro_batch_size or max(1, train.batch_size // ranks)
+    sizes = [largest]
+    while sizes[-1] > 1:
+        sizes.append(sizes[-1] // 2)
+    recompute: list[dict[str, Any]] = [{}]
+    if not train.activation_checkpointing:
+        recompute.append({"train.activation_checkpointing": True})
+    layouts: list[dict[str, Any]] = [{}]
+    if ranks > 1 and section.shard != "full":
+        layouts.append({"distributed.shard": "full"})
+    if not section.offload:
+        layouts.append({"distributed.shard": "full", "distributed.offload": True})
+    for layout in layouts:
+        for again in recompute:
+            for size in sizes:
+                yield {**({} if size == largest else {"train.micro_batch_size": size}), **again, **layout}
+
+
+def backbone_parameters(shape: ModelShape) -> int:
+    """Parameters of the dense model."""
     # an untied head would add V x D once more; shapes do not say, and the larger models here are untied
     embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.hidden_size < 4096 else 2)
-    return shape.num_hidden_layers * layer + embeddings
+    return shape.num_hidden_layers * _layer_parameters(shape) + embeddings
+
+
+def _layer_parameters(shape: ModelShape) -> int:
+    heads = shape.num_attention_heads + shape.num_key_value_heads
+    return 2 * shape.hidden_size * heads * shape.head_dim + 3 * shape.hidden_size * shape.intermediate_size
 
 
 def _adapter_parameters(recipe: Recipe, shape: ModelShape) -> int:

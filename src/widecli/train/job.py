@@ -17,17 +17,20 @@ from widecli.data.tokens import TokenSet, prepare_tokens
 from widecli.errors import UsageError
 from widecli.model import checkpoint
 from widecli.model.adapter import Adapter
-from widecli.model.backbone import Backbone, load_backbone
+from widecli.model.backbone import Backbone, default_device, load_backbone, load_shape, resolve_dtype
 from widecli.model.budget import Budget
 from widecli.model.patterns import each_codebook
 from widecli.model.plan import RoutingPlan
 from widecli.model.routed import RoutedModel
 from widecli.model.thresholds import Batch
+from widecli.ranks import current
 from widecli.recipe.load import dump
 from widecli.recipe.schema import Recipe, RoutingSection
 from widecli.track.run import Run
 from widecli.train import state
+from widecli.train.estimate import backbone_parameters, fitting_micro_batch
 from widecli.train.loop import Trainables, Trainer
+from widecli.train.sharding import card_bytes, choose_sharding, load_sharded
 
 Note = Callable[[str], None]
 STATISTICS_BATCH_TOKENS = 2048  # the closed form keeps activations for a backward pass: small batches suffice
@@ -69,7 +72,7 @@ class Job:
 
     def trainer(self) -> Trainer:
         """The trainer of this stage, at its first step."""
-        train = self.recipe.train.model_copy(update={"seed": self.seed})
+        train = self.recipe.train.model_copy(update={"seed": self.seed, "micro_batch_size": self._micro_batch_size()})
         stream = SequenceStream(len(self.tokens), train.batch_size, self.seed)
 
         def fetch(step: int, rows: Sequence[int]) -> tuple[Tensor, Tensor | None]:
@@ -77,9 +80,35 @@ class Job:
 
         return Trainer(self.routed, self.budget, train, fetch, self.recipe.data.sequence_length, self.trainables)
 
+    def _micro_batch_size(self) -> int | None:
+        """The recipe's, or on several GPUs the largest that should fit: a rank cannot back off while others wait."""
+        named, ranks = self.recipe.train.micro_batch_size, current()
+        card = card_bytes(self.recipe.distributed, ranks)
+        if named or ranks.size == 1 or card is None:
+            return named
+        return fitting_micro_batch(
+            self.recipe,
+            self.backbone.shape,
+            self.routed.plan,
+            card,
+            value_bytes=self.backbone.model.dtype.itemsize,
+            lora=self.adapter is not None,
+            ranks=ranks.size,
+        )
+
     def save(self, trainer: Trainer, step: int, achieved: dict[str, Any] | None = None) -> Path:
-        """Write `checkpoints/step-<step>`, from which `--resume` continues; older ones lose what only that needs."""
+        """Write `checkpoints/step-<step>`, from which `--resume` continues; older ones lose what only that needs.
+
+        The first rank writes what all of them hold, and all wait for it.
+        """
         directory = self.run.checkpoints / f"step-{step:06d}"
+        ranks = current()
+        if ranks.is_first:
+            self._write(directory, trainer, step, achieved)
+        ranks.wait()
+        return directory
+
+    def _write(self, directory: Path, trainer: Trainer, step: int, achieved: dict[str, Any] | None) -> None:
         adapter = self.adapter
         config = checkpoint.CheckpointConfig(
             self.backbone.identity,
@@ -100,7 +129,6 @@ class Job:
             directory, self.routed.routers, config, dump(self.recipe), extra, codebooks=self.routed.codebooks
         )
         state.drop_old_states([path for _, path in checkpoint.steps(self.run.checkpoints)])
-        return directory
 
     def restore(self, directory: Path, trainer: Trainer) -> int:
         """Continue from a checkpoint of this run; returns the number of finished steps."""
@@ -134,8 +162,18 @@ class Job:
 
 def load_material(recipe: Recipe, note: Note, offline: bool) -> tuple[Backbone, TokenSet]:
     """The backbone and the tokens that a recipe names."""
-    note(f"loading {recipe.model.name}")
-    backbone = load_backbone(recipe.model)
+    ranks = current()
+    shape = load_shape(recipe.model)
+    value_bytes = resolve_dtype(recipe.model.dtype, default_device()).itemsize
+    sharding = choose_sharding(recipe.distributed, ranks, backbone_parameters(shape) * value_bytes)
+    if sharding and recipe.data.source == "self":
+        raise UsageError(
+            "data.source=self needs the whole model in one process, and it is dealt to several here: name text with "
+            "--data, or take distributed.shard=none"
+        )
+    dealt = f", dealt to the GPUs of {'each machine' if sharding.over == 'node' else 'all ranks'}" if sharding else ""
+    note(f"loading {recipe.model.name}{dealt}")
+    backbone = load_sharded(recipe.model, sharding, ranks) if sharding else load_backbone(recipe.model)
     check_plan(recipe, backbone)  # before the text: preparing it can take long
     identity = backbone.identity
     name = f"{identity.id}@{identity.revision}#{identity.weights_hash}"
@@ -147,7 +185,9 @@ def load_material(recipe: Recipe, note: Note, offline: bool) -> tuple[Backbone, 
     )
     note(f"preparing tokens from {source.name}")
     needed = recipe.train.steps * recipe.train.batch_size * recipe.data.sequence_length
-    tokens = prepare_tokens(source, backbone.tokenizer, recipe.data, tokens_needed=tokens_needed(recipe))
+    with ranks.one_a_machine_first():
+        tokens = prepare_tokens(source, backbone.tokenizer, recipe.data, tokens_needed=tokens_needed(recipe))
+    ranks.refuse_differences({"the backbone's weights": identity.weights_hash, "the text's tokens": tokens.identity})
     if tokens.exhausted and needed > tokens.total_tokens:
         note(
             f"the text has {tokens.total_tokens:,} tokens and {recipe.train.steps} steps read {needed:,}: it will be "

@@ -1,7 +1,8 @@
 """The optimisation loop: what learns is a `Trainables`, everything else is frozen.
 
 One step = forward and backward over the micro-batches of one global batch, one AdamW update. A step is a function of
-(what learns, optimiser moments, step number), which is what makes resuming exact.
+(what learns, optimiser moments, step number), which is what makes resuming exact. Several ranks share the batch: each
+runs every n-th sequence of it, and at any time their micro-batches together count as one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from widecli.model.loss import distillation_loss, next_token_loss
 from widecli.model.pattern_fit import ROUNDS, fit_codebooks
 from widecli.model.routed import RoutedModel
 from widecli.model.thresholds import collect_margins
+from widecli.ranks import current
+from widecli.train.distributed import differentiable_total, refuse_shares, sum_gradients
 from widecli.train.schedules import budget_share, learning_rate, temperature
 
 if TYPE_CHECKING:
@@ -86,6 +89,9 @@ class Trainer:
         sequence_length: int,
         trainables: Trainables = ROUTERS_ALONE,
     ) -> None:
+        self.ranks = current()
+        refuse_shares(settings.batch_size, self.ranks.size, settings.micro_batch_size)
+        self.rows = self.ranks.share(range(settings.batch_size))
         self.routed = routed
         self.budget = budget
         self.settings = settings
@@ -117,21 +123,17 @@ class Trainer:
         self.compiled = self.device.type == "cuda" if settings.compile == "auto" else settings.compile
         self._temperature = torch.zeros((), device=self.device)
         self._unchecked = set(self.parameters)  # no gradient seen yet
+        self.done = 0  # steps computed; records may lag behind
 
     def _first_micro_batch_size(self, sequence_length: int) -> int:
         if self.device.type == "cuda":
-            return self.settings.batch_size
-        return max(1, min(self.settings.batch_size, CPU_MICRO_TOKENS // sequence_length))
+            return len(self.rows)
+        return max(1, min(len(self.rows), CPU_MICRO_TOKENS // sequence_length))
 
     @contextmanager
     def _training(self) -> Iterator[None]:
         """The backbone as training wants it; afterwards it is as it was, deciding by argmax."""
-        backbone: Any = self.routed.backbone
         checkpointing = self.settings.activation_checkpointing
-        if checkpointing:
-            # the re-entrant kind would lose the gradient of the masks, which leave the layer on the side
-            backbone.gradient_checkpointing_enable({"use_reentrant": False})
-            backbone.train()  # Hugging Face checkpoints in training mode only
         if self.settings.scale_features and self.trainables.routers:
             self._scale_features()
         try:
@@ -140,28 +142,31 @@ class Trainer:
                     stack.enter_context(self.adapter.training())
                     devices = [self.device] if self.device.type == "cuda" else []
                     stack.enter_context(torch.random.fork_rng(devices=devices))  # dropout draws from it
-                stack.enter_context(self.routed.compiled_layers(self.compiled, dynamic=False))
+                stack.enter_context(
+                    self.routed.compiled_layers(self.compiled, checkpointing=checkpointing, dynamic=False)
+                )
                 yield
         finally:
             for decision in self.routed.decisions.values():
                 decision.router.rescale(None)
-            if checkpointing:
-                backbone.gradient_checkpointing_disable()
-                backbone.eval()
             self.routed.set_gate(None)
 
     def _scale_features(self) -> None:
         """Scale by the first rows of the first batch: the same in a resumed run, with nothing to store."""
         ids, valid = self.fetch(0, range(min(_SCALING_ROWS, self.settings.batch_size)))
         valid = None if valid is None else valid.to(self.device)
-        for decision, scale in self.routed.feature_scales(ids.to(self.device), valid).items():
+        scales = self.routed.feature_scales(ids.to(self.device), valid)
+        self.ranks.copy_first(scales.values())
+        for decision, scale in scales.items():
             decision.router.rescale(scale)
 
-    def run(self, first: int, last: int) -> Iterator[StepRecord]:
+    def run(self, first: int, last: int, stop: Callable[[], bool] = lambda: False) -> Iterator[StepRecord]:
         """Steps `first` to `last - 1`, counted from 0. Raises WideError when the loss stops being finite.
 
-        Records come in blocks on a GPU: reading a loss waits for the device, so it happens every tenth step.
+        Records come in blocks on a GPU: reading a loss waits for the device, so it happens every tenth step. `stop` is
+        asked after each step inside of a block; when it says so, the block ends there.
         """
+        self.ranks.copy_first([*self.parameters.values(), *self.routed.codebooks.buffers()])
         with self._training(), ExitStack() as bits:
             fit_at = self.trainables.fit_patterns_at
             if first < fit_at:
@@ -176,7 +181,8 @@ class Trainer:
                 measured, count = self._step(step)
                 tokens += count
                 pending.append((step, measured))
-                if step == first or self.at_block_end(step + 1):
+                self.done = step + 1
+                if step == first or self.at_block_end(step + 1) or stop():
                     values = torch.stack([m for _, m in pending]).cpu().tolist()
                     seconds = time.perf_counter() - started
                     for (done, _), row in zip(pending, values, strict=True):
@@ -233,6 +239,12 @@ class Trainer:
                 break
             except torch.OutOfMemoryError as error:
                 self.optimizer.zero_grad(set_to_none=True)
+                if self.ranks.size > 1:  # the others are in the middle of their pass
+                    raise WideError(
+                        f"{self.micro_batch_size} sequences do not fit in the memory of rank {self.ranks.rank}'s "
+                        f"device; set train.micro_batch_size={max(1, self.micro_batch_size // 2)}, "
+                        f"train.activation_checkpointing=true or distributed.shard=full"
+                    ) from error
                 if self.micro_batch_size == 1:
                     raise WideError(
                         "one sequence does not fit in the device's memory; shorten data.sequence_length or set "
@@ -240,6 +252,8 @@ class Trainer:
                     ) from error
             self.micro_batch_size = (self.micro_batch_size + 1) // 2  # outside `except`: the error holds tensors alive
             torch.cuda.empty_cache()
+        # first and last, the losses, are this rank's summands; distance and rates are those of all ranks already
+        measured[::4] = sum_gradients(self.ranks, self.parameters.values(), measured[::4])
         waiting = patterns.parameters(self.routed.codebooks) if step < self.trainables.fit_patterns_at else {}
         if self._unchecked:
             self._check_gradients(waiting)
@@ -263,21 +277,29 @@ class Trainer:
         with torch.compiler.set_stance("force_eager"):
             z = collect_margins(self.routed, batches)
         fit_codebooks(self.routed, z, self.settings.seed, ROUNDS if anew else REFIT_ROUNDS, refit=not anew)
+        self.ranks.copy_first(self.routed.codebooks.buffers())
 
     def _accumulate(self, step: int) -> tuple[Tensor, int]:
-        """Backward over the whole batch; returns [LM loss, budget distance, both rates, divergence] and its tokens."""
-        rows = range(self.settings.batch_size)
-        ids, valid = self.fetch(step, rows)
+        """Backward over this rank's share; returns [LM loss, budget distance, both rates, divergence] and all tokens.
+
+        Both losses are this rank's summands.
+        """
+        ids, valid = self.fetch(step, self.rows)
+        parts = [slice(i, i + self.micro_batch_size) for i in range(0, len(self.rows), self.micro_batch_size)]
         # what divides the sums is known before the first micro-batch: sums of all of them over the count of all
         predictions = ids[:, 1:].numel() if valid is None else int((valid[:, :-1] & valid[:, 1:]).sum())
-        tokens = ids.numel() if valid is None else int(valid.sum())
+        counts = [ids[part].numel() if valid is None else int(valid[part].sum()) for part in parts]
+        predictions, *counts = self.ranks.total(torch.tensor([predictions, *counts])).tolist()
+        tokens = sum(counts)
         measured = torch.zeros(5, device=self.device)
-        for start in range(0, len(rows), self.micro_batch_size):
-            part = slice(start, start + self.micro_batch_size)
-            share_valid = None if valid is None else valid[part]
-            here = ids[part].numel() if share_valid is None else int(share_valid.sum())
+        for part, count in zip(parts, counts, strict=True):
             measured += self._micro_batch(
-                step, rows[part], ids[part], share_valid, predictions=max(1, predictions), share=here / max(1, tokens)
+                step,
+                self.rows[part],
+                ids[part],
+                None if valid is None else valid[part],
+                predictions=max(1, predictions),
+                share=count / max(1, tokens),
             )
         return measured, tokens
 
@@ -306,6 +328,7 @@ class Trainer:
             sums = distillation_loss(hidden, teacher, head, ids, valid, compiled=self.compiled)
             divergence, lm = (loss / predictions for loss in sums)
             objective = divergence
+        trace = trace.summed(lambda counts: differentiable_total(self.ranks, counts))
         distance = self._budget_at(step).distance(trace) * share
         torch.autograd.backward(objective + self.budget.weight * distance)
         with torch.no_grad():

@@ -16,6 +16,7 @@ from widecli.recipe.schema import Recipe
 from widecli.track.run import Run
 from widecli.train.job import Job, Note, load_material, set_up_patterns
 from widecli.train.loop import Trainables
+from widecli.train.sharding import whole_sizes
 from widecli.train.stage import Reporter, run_stage
 
 SEED_OFFSET = 2_000_003  # the second stage reads the text in another order and draws other noise than the first
@@ -54,7 +55,8 @@ def prepare(recipe: Recipe, start: Path, recipe_hash: str, run: Run, note: Note,
     # routers are made for their groups: the checkpoint's plan counts, whatever the recipe says
     budget = Budget.from_section(recipe.budget, config.plan, backbone.shape, recipe.data.sequence_length)
     section, seed = recipe.lora, recipe.train.seed + SEED_OFFSET
-    adapter = Adapter.new(backbone.model, section, seed)
+    with whole_sizes(backbone.model, backbone.device):
+        adapter = Adapter.new(backbone.model, section, seed)
     routed = RoutedModel.attach(backbone.model, config.plan)
     refit_every = set_up_patterns(routed, recipe.routing, trained=not section.freeze_routers)
     checkpoint.load_routing(start, routed)

@@ -2,6 +2,8 @@
 
     python -m widecli.train.speed smollm2_s50_g64 --out speed.json
 
+With `--random`, and then under torchrun too: by how the backbone is held on one or more cards (see `scaling`).
+
 Correct first: every variant's first loss must agree with the first variant's. Times are medians of blocks of steps.
 """
 
@@ -27,9 +29,11 @@ from widecli.model.budget import Budget
 from widecli.model.plan import RoutingPlan
 from widecli.model.routed import RoutedModel
 from widecli.profiling.environment import environment
+from widecli.ranks import joined
 from widecli.recipe.load import resolve
 from widecli.recipe.schema import Recipe
 from widecli.train.loop import Trainer
+from widecli.train.scaling import measure_all, show_beside
 
 LOSS_TOLERANCE = 0.02  # relative; bf16 against fp32 differs by about 0.5 % here
 
@@ -104,32 +108,44 @@ def _chunk_size(chunked: bool) -> Iterator[None]:
 
 
 def main() -> None:
-    """Measure every variant of a recipe's step and write one JSON document."""
+    """Measure every variant of a recipe's step, or every layout on these ranks, and write one JSON document."""
     parser = argparse.ArgumentParser(prog="python -m widecli.train.speed", description=__doc__)
     parser.add_argument("recipe", nargs="?", help="default: the schema's defaults")
     parser.add_argument("overrides", nargs="*", help="key=value")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, help="default: 30, with --random 4")
+    parser.add_argument("--random", action="store_true", help="random weights of the model's sizes, by layout")
+    parser.add_argument("--layout", action="append", default=[], help="of --random; may be given again; default: all")
+    parser.add_argument("--beside", type=Path, help="of --random: an earlier --out, of one card, to compare with")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    resolved = resolve(arguments.recipe, arguments.overrides, {})
+    recipe = resolve(arguments.recipe, arguments.overrides, {}).recipe
+    steps = arguments.steps or (4 if arguments.random else 30)
+    with joined() as ranks:
+        results = measure_all(recipe, steps, arguments.layout, ranks) if arguments.random else _variants(recipe, steps)
+    document = {
+        "schema": "wide.train_speed/1",
+        "recipe": recipe.model_dump(mode="json"),
+        "steps": steps,
+        "results": results,
+        "environment": environment(),
+    }
+    if arguments.beside and ranks.is_first:
+        show_beside(results, json.loads(arguments.beside.read_text())["results"])
+    if arguments.out and ranks.is_first:
+        arguments.out.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _variants(recipe: Recipe, steps: int) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     for variant in VARIANTS:
-        results.append(measure(resolved.recipe, variant, arguments.steps))
+        results.append(measure(recipe, variant, steps))
         found = results[-1]
         memory = f", peak {found['peak_memory_bytes'] / 2**30:.1f} GiB" if found["peak_memory_bytes"] else ""
         print(f"{variant.name}: {found['tokens_per_second']:,.0f} tokens/s{memory}", flush=True)
         first = results[0]["first_loss"]
         if abs(found["first_loss"] - first) > LOSS_TOLERANCE * first:
             raise WideError(f"{variant.name} computes another loss: {found['first_loss']} instead of {first}")
-    document = {
-        "schema": "wide.train_speed/1",
-        "recipe": resolved.recipe.model_dump(mode="json"),
-        "steps": arguments.steps,
-        "results": results,
-        "environment": environment(),
-    }
-    if arguments.out:
-        arguments.out.write_text(json.dumps(document, indent=2) + "\n")
+    return results
 
 
 if __name__ == "__main__":

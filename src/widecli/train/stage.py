@@ -15,6 +15,7 @@ import torch
 
 from widecli.errors import Preempted
 from widecli.model import checkpoint
+from widecli.ranks import current
 from widecli.train.job import Job
 from widecli.train.loop import StepRecord, Trainer
 from widecli.train.validation import Validation
@@ -42,8 +43,10 @@ def run_stage(
     (`time.perf_counter`). Returns the values of `summary.json`. Raises Preempted (resumable) after SIGTERM or SIGUSR1.
     """
     recipe, run = job.recipe, job.run
+    on_gpu = job.backbone.device.type == "cuda"
     validation = Validation(job, reporter.note, offline)
-    done = checkpoint.steps(run.checkpoints)
+    ranks = current()
+    done = ranks.from_first(checkpoint.steps(run.checkpoints))
     if not done:
         validation.measure_dense()
         start()
@@ -71,7 +74,8 @@ def run_stage(
         "validation": validation.result(),
         "steps": recipe.train.steps,
         "tokens_per_second": median(speeds) if speeds else None,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated() if job.backbone.device.type == "cuda" else None,
+        "peak_memory_bytes": max(ranks.gather(torch.cuda.max_memory_allocated())) if on_gpu else None,
+        "ranks": ranks.size,
         "micro_batch_size": trainer.micro_batch_size,
         "seconds": time.perf_counter() - started,
         "data": {"source": job.tokens.source, "sequences": len(job.tokens), "tokens": job.tokens.total_tokens},
@@ -84,13 +88,17 @@ def _train(job: Job, trainer: Trainer, first: int, reporter: Reporter) -> list[f
     train = job.recipe.train
     speeds: list[float] = []
     reporter.started(train.steps, first)
-    with _stop_signals() as stop:
-        for record in trainer.run(first, train.steps):
+    with _stop_signals() as received:
+
+        def stop() -> bool:
+            return trainer.ranks.any(bool(received))  # all ranks agree, or some would go on alone
+
+        for record in trainer.run(first, train.steps, stop):
             job.run.log(**_metrics(record))
             reporter.step(record)
             if record.step > first + 1:  # the first block holds compilation and allocation
                 speeds.append(record.tokens_per_second)
-            if stop and trainer.at_block_end(record.step):
+            if record.step == trainer.done and stop():
                 job.save(trainer, record.step)
                 raise Preempted(f"stopped by a signal after step {record.step}; --resume continues")
             if record.step % train.save_every == 0 and record.step < train.steps:

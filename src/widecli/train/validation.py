@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from widecli.evaluate.perplexity import measure_perplexity
+from widecli.ranks import ALONE, current
 from widecli.train.job import Job, Note
 
 
@@ -17,6 +18,8 @@ class Validation:
         self.note = note
         self.offline = offline
         self.name = job.recipe.data.validation
+        # a dealt backbone runs every pass on all ranks together: then all of them measure everything
+        self.ranks = ALONE if job.backbone.sharded else current()
 
     def measure_dense(self) -> None:
         """The dense model, before anything else."""
@@ -40,6 +43,7 @@ class Validation:
             if self.name:
                 self.note(f"perplexity on {self.name}")
                 self._log("final", self._perplexity())
+                trace = trace.gathered(self.ranks.total)
             else:
                 self.job.pass_over_training_text()
         return trace.summary(self.job.recipe.data.sequence_length)
@@ -54,6 +58,7 @@ class Validation:
             max_windows=self.job.recipe.eval.perplexity_windows,
             data_root=self.job.recipe.eval.data_root,
             offline=self.offline,
+            ranks=self.ranks,
         )
         return float(result.value)
 

@@ -1,0 +1,93 @@
+"""What a run takes of a card, by how the backbone is held and how many cards there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from widecli.model.plan import RoutingPlan
+from widecli.model.shapes import SHAPES
+from widecli.recipe.load import resolve
+from widecli.recipe.schema import Recipe
+from widecli.train.estimate import USABLE, Estimate, estimate, fitting_micro_batch, remedies
+
+GIB = 2**30
+SHAPE = SHAPES["llama-3.1-8b"]
+LAYER = 218_103_808 * 2  # bytes of one layer's weights in bf16
+OUTSIDE = 2 * 128256 * 4096 * 2  # embedding and head
+
+
+def recipe(*changes: str) -> Recipe:
+    return resolve("llama-3.1-8b_s50_g64", changes).recipe
+
+
+def figures(*changes: str, **how: Any) -> Estimate:
+    made = recipe(*changes)
+    plan = RoutingPlan.from_section(made.routing, SHAPE)
+    return estimate(made, SHAPE, plan, value_bytes=2, **how)
+
+
+def changes_to_fit(made: Recipe, gib: float, ranks: int) -> list[str] | None:
+    plan = RoutingPlan.from_section(made.routing, SHAPE)
+    return remedies(made, SHAPE, plan, gib * GIB, value_bytes=2, ranks=ranks)
+
+
+def test_a_dealt_backbone_takes_its_share_the_ends_and_three_layers() -> None:
+    whole, dealt = figures(ranks=4), figures("distributed.shard=full", ranks=4)
+    assert whole.weights_bytes == 32 * LAYER + OUTSIDE
+    assert dealt.weights_bytes == 32 * LAYER / 4 + OUTSIDE + 3 * LAYER
+    assert dealt.host_bytes == 0 and dealt.activations_bytes == whole.activations_bytes
+
+
+def test_an_offloaded_backbone_lies_beside_the_card() -> None:
+    alone, four = (figures("distributed.offload=true", ranks=n) for n in (1, 4))
+    assert alone.weights_bytes == four.weights_bytes == OUTSIDE + 3 * LAYER
+    assert alone.host_bytes == 32 * LAYER and four.host_bytes == 8 * LAYER
+
+
+def test_auto_deals_what_takes_more_than_its_part_of_a_card() -> None:
+    large, small = (figures(ranks=2, card_bytes=gib * GIB) for gib in (80, 24))
+    assert large.weights_bytes == 32 * LAYER + OUTSIDE > small.weights_bytes
+
+
+def test_ranks_share_the_batch_and_the_time() -> None:
+    one, two = figures(), figures(ranks=2)
+    assert two.flops == one.flops and two.seconds(1e15) == one.seconds(1e15) / 2
+    assert two.activations_bytes < 0.6 * one.activations_bytes
+
+
+def test_nothing_is_to_change_where_it_fits() -> None:
+    assert changes_to_fit(recipe(), 139, 1) == []
+
+
+@pytest.mark.parametrize(("gib", "ranks"), [(80, 1), (40, 1), (24, 1), (40, 4), (16, 8)])
+def test_the_changes_named_do_make_it_fit(gib: float, ranks: int) -> None:
+    without = recipe("train.activation_checkpointing=false")
+    changes = changes_to_fit(without, gib, ranks)
+    assert changes
+    assert figures("train.activation_checkpointing=false", ranks=ranks, card_bytes=gib * GIB).memory_bytes > gib * GIB
+    tried = figures(*changes, ranks=ranks, card_bytes=gib * GIB) if changes else None
+    named = {c.split("=")[0] for c in changes}
+    if "train.activation_checkpointing" not in named:
+        tried = figures("train.activation_checkpointing=false", *changes, ranks=ranks, card_bytes=gib * GIB)
+    assert tried is not None and tried.memory_bytes <= USABLE * gib * GIB
+
+
+def test_the_cheapest_change_comes_first() -> None:
+    assert changes_to_fit(recipe("train.activation_checkpointing=false"), 139, 1) == ["train.micro_batch_size=8"]
+    offloaded = changes_to_fit(recipe(), 12, 1)
+    assert offloaded is not None and "distributed.offload=true" in offloaded
+
+
+def test_what_no_change_makes_fit_is_said() -> None:
+    assert changes_to_fit(recipe(), 4, 8) is None
+
+
+def test_a_rank_takes_the_largest_micro_batch_that_fits() -> None:
+    made = recipe("train.activation_checkpointing=false")
+    plan = RoutingPlan.from_section(made.routing, SHAPE)
+    sizes = [
+        fitting_micro_batch(made, SHAPE, plan, gib * GIB, value_bytes=2, ranks=2) for gib in (20, 60, 80, 139, 1000)
+    ]
+    assert sizes == sorted(sizes) and sizes[0] == 1 and sizes[-1] == 8
