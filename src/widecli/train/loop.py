@@ -277,7 +277,7 @@ class Trainer:
         with torch.compiler.set_stance("force_eager"):
             z = collect_margins(self.routed, batches)
         fit_codebooks(self.routed, z, self.settings.seed, ROUNDS if anew else REFIT_ROUNDS, refit=not anew)
-        self.ranks.copy_first(self.routed.codebooks.buffers())
+        self.ranks.copy_first([*self.routed.codebooks.buffers(), *self.routed.codebooks.parameters()])
 
     def _accumulate(self, step: int) -> tuple[Tensor, int]:
         """Backward over this rank's share; returns [LM loss, budget distance, both rates, divergence] and all tokens.
