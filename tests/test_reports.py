@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -85,4 +84,3 @@ def test_the_records_of_the_repository_are_rendered(renderer: ModuleType, reposi
     for path in found:
         page = renderer.page(path.stem, json.loads(path.read_text()), {}, "")
         assert page.count("\n| `") > 10
-    assert "render_kernels" not in sys.modules
