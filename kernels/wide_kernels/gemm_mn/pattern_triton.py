@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wide_kernels.dispatch import on_device_of
 from wide_kernels.gemm_mn.configs import pattern_config
-from wide_kernels.gemm_mn.triton import activated
+from wide_kernels.gemm_mn.triton import products
 from wide_kernels.pattern_layout import HALF_ROWS, TILE_ROWS, PatternLayout
 
 
@@ -74,30 +74,10 @@ def pattern_kernel(
     else:
         stored = inside[:, None] & tl.max_constancy(position_inside, 16)[None, :]
     if first < tl.load(listed + tile) * G:
-        depth = tl.arange(0, BK)
-        x_tile = x + row[:, None] * stride_x + depth[None, :]
-        offset = column[None, :].to(tl.int64) * K + depth[:, None]
-        acc = tl.zeros((BM, BN), tl.float32)
-        acc_up = tl.zeros((BM, BN), tl.float32)
-        for k in range(0, K, BK):
-            if K % BK == 0:
-                a = tl.load(x_tile + k)
-                b = tl.load(weight + offset + k)
-            else:
-                a = tl.load(x_tile + k, mask=(depth + k < K)[None, :], other=0.0)
-                b = tl.load(weight + offset + k, mask=(depth + k < K)[:, None], other=0.0)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
-            if GATED:
-                if K % BK == 0:
-                    c = tl.load(weight_up + offset + k)
-                else:
-                    c = tl.load(weight_up + offset + k, mask=(depth + k < K)[:, None], other=0.0)
-                acc_up = tl.dot(a, c, acc_up, input_precision=PRECISION)
-        if HAS_BIAS:
-            acc += tl.load(bias + column).to(tl.float32)[None, :]
-        acc = activated(acc, ACTIVATION)
-        if GATED:
-            acc *= acc_up
+        acc = products(
+            x + row[:, None] * stride_x, weight, weight_up, bias, column,
+            K, GATED, HAS_BIAS, ACTIVATION, PRECISION, BM, BN, BK,
+        )  # fmt: skip
         # A column's values never reach another column nor a row's another row, so this also removes what weights that
         # nobody here runs may hold, and rows that skip.
         half = (place % BM) // HALF

@@ -27,6 +27,40 @@ def activated(z, ACTIVATION: tl.constexpr):
     return z
 
 
+@triton.jit
+def products(
+    x_rows, weight, weight_up, bias, columns,
+    K: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """fp32 [BM, BN]: rows from `x_rows` [BM, 1] on times the weights of `columns` [BN], with bias and activation."""
+    depth = tl.arange(0, BK)
+    x_tile = x_rows + depth[None, :]
+    offset = columns[None, :].to(tl.int64) * K + depth[:, None]
+    acc = tl.zeros((BM, BN), tl.float32)
+    acc_up = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        if K % BK == 0:
+            a = tl.load(x_tile + k)
+            b = tl.load(weight + offset + k)
+        else:
+            a = tl.load(x_tile + k, mask=(depth + k < K)[None, :], other=0.0)
+            b = tl.load(weight + offset + k, mask=(depth + k < K)[:, None], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        if GATED:
+            if K % BK == 0:
+                c = tl.load(weight_up + offset + k)
+            else:
+                c = tl.load(weight_up + offset + k, mask=(depth + k < K)[:, None], other=0.0)
+            acc_up = tl.dot(a, c, acc_up, input_precision=PRECISION)
+    if HAS_BIAS:
+        acc += tl.load(bias + columns).to(tl.float32)[None, :]
+    acc = activated(acc, ACTIVATION)
+    if GATED:
+        acc *= acc_up
+    return acc
+
+
 @triton.jit(do_not_specialize=["rows"])
 def tile_kernel(
     x,
@@ -77,30 +111,10 @@ def tile_kernel(
     if row_tile * BM < executed:
         # Rows that skip the group read the first row that runs it, so that their own values are never touched.
         source = tl.where(live, row, tl.load(index)).to(tl.int64)
-        depth = tl.arange(0, BK)
-        x_tile = x + source[:, None] * stride_x + depth[None, :]
-        offset = columns[None, :].to(tl.int64) * K + depth[:, None]
-        acc = tl.zeros((BM, BN), tl.float32)
-        acc_up = tl.zeros((BM, BN), tl.float32)
-        for k in range(0, K, BK):
-            if K % BK == 0:
-                a = tl.load(x_tile + k)
-                b = tl.load(weight + offset + k)
-            else:
-                a = tl.load(x_tile + k, mask=(depth + k < K)[None, :], other=0.0)
-                b = tl.load(weight + offset + k, mask=(depth + k < K)[:, None], other=0.0)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
-            if GATED:
-                if K % BK == 0:
-                    c = tl.load(weight_up + offset + k)
-                else:
-                    c = tl.load(weight_up + offset + k, mask=(depth + k < K)[:, None], other=0.0)
-                acc_up = tl.dot(a, c, acc_up, input_precision=PRECISION)
-        if HAS_BIAS:
-            acc += tl.load(bias + columns).to(tl.float32)[None, :]
-        acc = activated(acc, ACTIVATION)
-        if GATED:
-            acc *= acc_up
+        acc = products(
+            x + source[:, None] * stride_x, weight, weight_up, bias, columns,
+            K, GATED, HAS_BIAS, ACTIVATION, PRECISION, BM, BN, BK,
+        )  # fmt: skip
         acc = tl.where(live[:, None], acc, 0.0)
         tl.store(target, acc.to(out.dtype.element_ty), mask=inside[:, None])
     else:
