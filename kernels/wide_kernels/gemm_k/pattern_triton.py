@@ -15,6 +15,7 @@ from torch import Tensor
 
 from wide_kernels.dispatch import on_device_of
 from wide_kernels.gemm_k.configs import pattern_config
+from wide_kernels.gemm_mn.triton import banded_tile
 from wide_kernels.pattern_layout import HALF_ROWS, TILE_ROWS, PatternLayout
 
 
@@ -105,19 +106,13 @@ def pattern_kernel(
     BAND: tl.constexpr,
 ):
     """One tile of sorted rows times BN columns, stored where the rows stand."""
-    pid = tl.program_id(0)
-    row_tiles = tl.cdiv(rows, BM)
-    column_tiles: tl.constexpr = (N + BN - 1) // BN
     N_G: tl.constexpr = K // G
-    # A band of row tiles, whose patterns are often the same, meets all columns before the next one starts.
-    band = pid // (BAND * column_tiles)
-    height = tl.minimum(row_tiles - band * BAND, BAND)
-    local = pid % (BAND * column_tiles)
-    tile = band * BAND + local % height
+    # Row tiles next to each other often have the same patterns.
+    tile, column_tile = banded_tile(tl.cdiv(rows, BM), (N + BN - 1) // BN, BAND)
     place = tile * BM + tl.arange(0, BM)
     inside = place < rows
     row = tl.load(order + place, mask=inside, other=0).to(tl.int64)
-    column = (local // height) * BN + tl.arange(0, BN)
+    column = column_tile * BN + tl.arange(0, BN)
     known = tl.minimum(column, N - 1).to(tl.int64)  # past the end: read the last column, store nothing
     half = (place % BM) // HALF
     told_apart = ((tl.load(mixed + tile) >> half) & 1) != 0

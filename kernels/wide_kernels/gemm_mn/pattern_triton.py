@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wide_kernels.dispatch import on_device_of
 from wide_kernels.gemm_mn.configs import pattern_config
-from wide_kernels.gemm_mn.triton import products
+from wide_kernels.gemm_mn.triton import banded_tile, products
 from wide_kernels.pattern_layout import HALF_ROWS, TILE_ROWS, PatternLayout
 
 
@@ -47,17 +47,10 @@ def pattern_kernel(
     BAND: tl.constexpr,
 ):
     """One tile of rows and BN columns of its list. Every element of `out` is written once, nobody clears it before."""
-    pid = tl.program_id(0)
-    row_tiles = tl.cdiv(rows, BM)
-    column_tiles: tl.constexpr = (N + BN - 1) // BN
     N_G: tl.constexpr = N // G
-    # A band of row tiles meets all columns before the next one starts: its gathered rows stay in L2.
-    band = pid // (BAND * column_tiles)
-    height = tl.minimum(row_tiles - band * BAND, BAND)
-    local = pid % (BAND * column_tiles)
-    tile = band * BAND + local % height
-    first = (local // height) * BN
-
+    # Its gathered rows stay in L2.
+    tile, column_tile = banded_tile(tl.cdiv(rows, BM), (N + BN - 1) // BN, BAND)
+    first = column_tile * BN
     place = tile * BM + tl.arange(0, BM)
     inside = place < rows
     row = tl.load(order + place, mask=inside, other=0).to(tl.int64)

@@ -28,6 +28,16 @@ def activated(z, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def banded_tile(row_tiles, COLUMN_TILES: tl.constexpr, BAND: tl.constexpr):
+    """(row tile, column tile) of this program: BAND row tiles meet all columns before the next ones start."""
+    pid = tl.program_id(0)
+    band = pid // (BAND * COLUMN_TILES)
+    height = tl.minimum(row_tiles - band * BAND, BAND)
+    local = pid % (BAND * COLUMN_TILES)
+    return band * BAND + local % height, local // height
+
+
+@triton.jit
 def products(
     x_rows, weight, weight_up, bias, columns,
     K: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
@@ -89,15 +99,9 @@ def tile_kernel(
     Places behind count[group] hold the rows that skip the group: the tile that straddles the border masks them, the
     tiles behind it only write zeros. So every element of `out` is written once and nobody clears it before.
     """
-    pid = tl.program_id(0)
-    row_tiles = tl.cdiv(rows, BM)
-    column_tiles: tl.constexpr = N // BN
-    # A band of row tiles meets all columns before the next one starts: its gathered rows stay in L2.
-    band = pid // (BAND * column_tiles)
-    height = tl.minimum(row_tiles - band * BAND, BAND)
-    local = pid % (BAND * column_tiles)
-    row_tile = band * BAND + local % height
-    column = (local // height) * BN
+    # Its gathered rows stay in L2.
+    row_tile, column_tile = banded_tile(tl.cdiv(rows, BM), N // BN, BAND)
+    column = column_tile * BN
     group = column // G
 
     executed = tl.load(count + group)
