@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -70,13 +70,7 @@ def config_of_shape(name: str) -> Any:
     }
     more: dict[str, Any] = {"sliding_window": None} if rest.family == "mistral" else {}
     return kinds[rest.family](
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_hidden_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
+        **asdict(shape),  # in a config's own words
         max_position_embeddings=rest.max_tokens,
         rope_parameters=rest.rope,
         tie_word_embeddings=rest.tied,

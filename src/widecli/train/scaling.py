@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -122,13 +122,7 @@ def random_backbone(shape: ModelShape, dtype: torch.dtype, sharding: Sharding | 
     from transformers import LlamaConfig
 
     config = LlamaConfig(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_hidden_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocab_size,
+        **asdict(shape),  # in a config's own words
         max_position_embeddings=131072,
         tie_word_embeddings=shape.hidden_size < 4096,  # as `backbone_parameters` counts
     )
