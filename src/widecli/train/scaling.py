@@ -66,8 +66,13 @@ def layouts_for(ranks: Ranks, names: Sequence[str]) -> list[Layout]:
     known = {layout.name: layout for layout in LAYOUTS}
     if strange := [name for name in names if name not in known]:
         raise WideError(f"there is no layout {strange[0]!r}; there are {'; '.join(known)}")
-    alone = ranks.size == 1
-    return [known[n] for n in names] or [x for x in LAYOUTS if not (alone and x.sharding and not x.sharding.offload)]
+    if ranks.size > 1:
+        fitting = list(LAYOUTS)
+    elif torch.distributed.is_initialized():  # to deal to one card is to hold it whole
+        fitting = [layout for layout in LAYOUTS if not layout.sharding or layout.sharding.offload]
+    else:
+        fitting = [layout for layout in LAYOUTS if not layout.sharding]
+    return [known[name] for name in names] or fitting
 
 
 def measure(recipe: Recipe, layout: Layout, steps: int, ranks: Ranks) -> dict[str, Any]:
