@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from wide_kernels.attention_prefill.launch import attention_prefill
     from wide_kernels.dispatch import Explanation, available_backends, explain
     from wide_kernels.errors import UnsupportedError
+    from wide_kernels.gated_mlp.launch import gated_mlp
     from wide_kernels.gemm_k.launch import gemm_k
     from wide_kernels.gemm_mn.launch import gated_mlp_up, gemm_mn
     from wide_kernels.layout import RouteLayout, route_layout
@@ -34,6 +35,7 @@ __all__ = [
     "attention_prefill",
     "available_backends",
     "explain",
+    "gated_mlp",
     "gated_mlp_up",
     "gemm_k",
     "gemm_mn",
@@ -52,6 +54,7 @@ _HOMES = {
     "attention_prefill": "attention_prefill.launch",
     "available_backends": "dispatch",
     "explain": "dispatch",
+    "gated_mlp": "gated_mlp.launch",
     "gated_mlp_up": "gemm_mn.launch",
     "gemm_k": "gemm_k.launch",
     "gemm_mn": "gemm_mn.launch",

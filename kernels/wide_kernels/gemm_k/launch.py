@@ -17,7 +17,6 @@ from wide_kernels.layout import RouteLayout, decision, decision_groups
 from wide_kernels.pattern_layout import PatternLayout
 
 ACCUMULATE = ("auto", "fp32", "bf16")
-SLOWER_ON_PATTERNS = "on patterns it takes 1.0 to 1.7 times as long as triton (reports/kernels/h200_patterns.md)"
 
 
 def gemm_k(
@@ -90,15 +89,13 @@ def gemm_k_problem(
         same_size(op, "T of residual", residual_rows, rows)
         same_size(op, "N of residual", residual_columns, columns)
     width = group_width(op, "K", depth, decision_groups(op, h, layout, mask))
-    passed_over = {}
     if isinstance(layout, PatternLayout):
         refusal = _gluon_refusal_of_patterns(h)
-        passed_over = {"gluon": SLOWER_ON_PATTERNS}
     else:
         refusal = _gluon_refusal(h, width, partial_sums(h, accumulate, deterministic))
     sizes = {"N": columns, "the group width": width}
     refused = {"gluon": refusal} if refusal else {}
-    return Problem(op, h.device, h.dtype, sizes, strided(weight=weight), refused, passed_over)
+    return Problem(op, h.device, h.dtype, sizes, strided(weight=weight), refused)
 
 
 def _gluon_refusal(h: Tensor, width: int, accumulate: str) -> str | None:
@@ -116,11 +113,7 @@ def _gluon_refusal(h: Tensor, width: int, accumulate: str) -> str | None:
 
 def _gluon_refusal_of_patterns(h: Tensor) -> str | None:
     """The same for patterns: their kernel adds in fp32 and takes any groups."""
-    if h.shape[0] <= FEW_ROWS:
-        return f"it is for more than {FEW_ROWS} rows, got {h.shape[0]}"
-    if h.numel() >= 1 << 34:  # int32 units of 8
-        return "h must have fewer than 2^34 elements"
-    return None
+    return f"it is for more than {FEW_ROWS} rows, got {h.shape[0]}" if h.shape[0] <= FEW_ROWS else None
 
 
 @torch.library.custom_op(
