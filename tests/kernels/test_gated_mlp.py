@@ -30,11 +30,12 @@ def operands(rows: int, dtype: torch.dtype = torch.float32, device: str = "cpu")
 def test_it_is_its_two_halves(rows: int, backend: str, form: str, device: str) -> None:
     e = operands(rows, torch.float16, device)
     mask = e["patterns"][e["ids"].long()]
-    layout = {
+    forms: dict[str, wk.PatternLayout | wk.RouteLayout | None] = {
         "patterns": wk.pattern_layout(e["ids"], e["patterns"], backend="torch"),
         "layout": wk.route_layout(mask, backend="torch"),
         "mask": None,
-    }[form]
+    }
+    layout = forms[form]
     given = mask if form == "mask" else None
     h = wk.gated_mlp_up(e["x"], e["gate"], e["up"], layout, "relu", mask=given, backend=backend)
     expected = wk.gemm_k(h, e["down"], layout, e["residual"], mask=given, backend=backend)

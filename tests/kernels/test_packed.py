@@ -74,7 +74,7 @@ def test_the_steps_that_a_half_does_not_pass_over_add_up_to_its_rows(
                 any(piece < low for piece in listed),
                 any(piece < both or low <= piece < pieces for piece in listed),
             ]
-            channels = []
+            channels: list[int] = []
             for piece in listed:
                 inside = min(piece, pieces - 1)
                 first = (int(packed.classed[tile, inside // pieces_of]) >> 2) * width + inside % pieces_of * depth
