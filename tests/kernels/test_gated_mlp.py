@@ -88,6 +88,21 @@ def test_hopper_takes_many_rows_that_follow_patterns(
     assert "w_down must be contiguous" in str(refusal)
 
 
+@pytest.mark.parametrize(
+    ("rows", "width", "by_channel", "passed_over"),
+    [(1024, 16, False, True), (1025, 16, False, False), (300, 16, True, False), (300, 64, False, False)],
+)
+def test_few_rows_do_not_pay_for_transposing_a_weight(
+    rows: int, width: int, by_channel: bool, passed_over: bool
+) -> None:
+    layout = wk.pattern_layout(torch.zeros(rows, dtype=torch.int32), torch.ones(2, 3, dtype=torch.bool))
+    gate, down = torch.empty(3 * width, 64).bfloat16(), torch.empty(80, 3 * width).bfloat16()
+    if by_channel:
+        down = down.t().contiguous().t()
+    problem = gated_mlp_problem(torch.empty(rows, 64).bfloat16(), gate, gate, down, layout)
+    assert ("need the weight transposed" in problem.passed_over.get("gluon", "")) == passed_over
+
+
 def test_what_does_not_fit_is_refused_by_name() -> None:
     e = operands(9)
     layout = wk.pattern_layout(e["ids"], e["patterns"], backend="torch")

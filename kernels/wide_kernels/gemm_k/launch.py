@@ -10,7 +10,7 @@ from torch import Tensor
 from wide_kernels.checks import group_width, same_kind, same_size, shape_of, strided
 from wide_kernels.dispatch import Problem, choose, is_hopper
 from wide_kernels.errors import UnsupportedError
-from wide_kernels.gemm_k.configs import CHANNEL_STEP, FEW_ROWS, MANY_ROWS
+from wide_kernels.gemm_k.configs import CHANNEL_STEP, FEW_ROWS, MANY_ROWS, TRANSPOSING_ROWS
 from wide_kernels.gemm_k.pattern_ops import gemm_k_patterns
 from wide_kernels.gemm_k.reference import gemm_k_gradients, gemm_k_reference
 from wide_kernels.layout import RouteLayout, decision, decision_groups
@@ -89,13 +89,17 @@ def gemm_k_problem(
         same_size(op, "T of residual", residual_rows, rows)
         same_size(op, "N of residual", residual_columns, columns)
     width = group_width(op, "K", depth, decision_groups(op, h, layout, mask))
+    passed_over = {}
     if isinstance(layout, PatternLayout):
         refusal = _gluon_refusal_of_patterns(h)
+        if width % CHANNEL_STEP and rows <= TRANSPOSING_ROWS and not weight.t().is_contiguous():
+            why = f"groups of {width} need the weight transposed, which pays for more than {TRANSPOSING_ROWS} rows"
+            passed_over = {"gluon": why}
     else:
         refusal = _gluon_refusal(h, width, partial_sums(h, accumulate, deterministic))
     sizes = {"N": columns, "the group width": width}
     refused = {"gluon": refusal} if refusal else {}
-    return Problem(op, h.device, h.dtype, sizes, strided(weight=weight), refused)
+    return Problem(op, h.device, h.dtype, sizes, strided(weight=weight), refused, passed_over)
 
 
 def _gluon_refusal(h: Tensor, width: int, accumulate: str) -> str | None:

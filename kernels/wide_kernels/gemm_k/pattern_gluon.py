@@ -209,8 +209,18 @@ def packed_kernel(
 
 
 def packed_config(rows: int, columns: int, width: int, dtype: torch.dtype) -> dict[str, int]:
-    """Shared memory: STAGES x (128 + BN) x 128 bytes of 227 KB. SLAB: column tiles that are finished together."""
-    config = {"BN": 256, "STAGES": 4, "SLAB": 8, "MULTIPLY_REGISTERS": 216, "LOAD_REGISTERS": 72, "maxnreg": 168}
+    """Shared memory: STAGES x (128 + BN) x 128 bytes of 227 KB. SLAB: column tiles that are finished together.
+
+    For up to 512 rows of a usual model, wide tiles would be fewer than there are multiprocessors.
+    """
+    config = {
+        "BN": 256 if rows > 512 else 128,
+        "STAGES": 4,
+        "SLAB": 8,
+        "MULTIPLY_REGISTERS": 216,
+        "LOAD_REGISTERS": 72,
+        "maxnreg": 168,
+    }
     config |= tuned("hopper_pattern_k", rows, width, dtype)
     config["BN"] = min(config["BN"], max(64, padded_rows(columns)))
     return config | {"DEPTH": largest_power(width, CHANNEL_STEP), "num_warps": 4}
