@@ -14,6 +14,8 @@ from wide_kernels.gemm_k.configs import CHANNEL_STEP
 from wide_kernels.pattern_layout import HALF_ROWS, TILE_ROWS, PatternLayout
 from wide_kernels.tuning.tiles import largest_power
 
+BLOCK_ROWS, BLOCK_CHANNELS = 32, 256  # of a program that packs
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -92,12 +94,11 @@ def pack_rows(h: Tensor, layout: PatternLayout, classed: Tensor, counts: Tensor)
     packed = h.new_empty(tiles * TILE_ROWS, packed_channels(channels))
     if rows == 0:
         return Packed(packed, classed, counts)
-    block, block_rows = 256, 32
-    grid = (tiles * (TILE_ROWS // block_rows), triton.cdiv(packed.shape[1], block))
+    grid = (tiles * (TILE_ROWS // BLOCK_ROWS), triton.cdiv(packed.shape[1], BLOCK_CHANNELS))
     pack_kernel[grid](
         h, layout.order, classed, counts, layout.ids, layout.patterns.view(torch.uint8), layout.mixed, packed,
         rows, h.stride(0), packed.stride(0), width, layout.groups, largest_power(width, 64), CHANNEL_STEP,
-        block_rows, TILE_ROWS, HALF_ROWS, block,
+        BLOCK_ROWS, TILE_ROWS, HALF_ROWS, BLOCK_CHANNELS,
     )  # fmt: skip
     return Packed(packed, classed, counts)
 
@@ -114,7 +115,7 @@ def transpose_kernel(source, target, rows, columns, stride, BLOCK: tl.constexpr)
 
 
 def transposed(weight: Tensor) -> Tensor:
-    """A contiguous copy [K, N] of weight [N, K], at the speed of the memory."""
+    """A contiguous copy [K, N] of weight [N, K]; whole lines of memory are read and written."""
     rows, columns = weight.shape
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     out = weight.new_empty(columns, rows)
