@@ -2,8 +2,9 @@
 
 A mask is bool [T, N_G], True = execute: token t runs group g. `route_layout(mask)` sorts it once for every operator
 that shares the decision; for a few rows (decode) the GEMMs take `mask=` and need no layout. Where tokens choose among
-patterns of groups, `pattern_layout(ids, patterns)` takes its place, and tiles need no scatter. Importing this package
-imports neither torch nor triton: a name is loaded when it is first used.
+patterns of groups, `pattern_layout(ids, patterns)` takes its place, and tiles need no scatter. `gated_mlp` is a whole
+MLP, which patterns make a pair of kernels of its own. Importing this package imports neither torch nor triton: a name
+is loaded when it is first used.
 """
 
 from __future__ import annotations
