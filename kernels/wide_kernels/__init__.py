@@ -2,8 +2,9 @@
 
 A mask is bool [T, N_G], True = execute: token t runs group g. `route_layout(mask)` sorts it once for every operator
 that shares the decision; for a few rows (decode) the GEMMs take `mask=` and need no layout. Where tokens choose among
-patterns of groups, `pattern_layout(ids, patterns)` takes its place, and tiles need no scatter. Importing this package
-imports neither torch nor triton: a name is loaded when it is first used.
+patterns of groups, `pattern_layout(ids, patterns)` takes its place, and tiles need no scatter. `gated_mlp` is a whole
+MLP, which patterns make a pair of kernels of its own. Importing this package imports neither torch nor triton: a name
+is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from wide_kernels.attention_prefill.launch import attention_prefill
     from wide_kernels.dispatch import Explanation, available_backends, explain
     from wide_kernels.errors import UnsupportedError
+    from wide_kernels.gated_mlp.launch import gated_mlp
     from wide_kernels.gemm_k.launch import gemm_k
     from wide_kernels.gemm_mn.launch import gated_mlp_up, gemm_mn
     from wide_kernels.layout import RouteLayout, route_layout
@@ -34,6 +36,7 @@ __all__ = [
     "attention_prefill",
     "available_backends",
     "explain",
+    "gated_mlp",
     "gated_mlp_up",
     "gemm_k",
     "gemm_mn",
@@ -52,6 +55,7 @@ _HOMES = {
     "attention_prefill": "attention_prefill.launch",
     "available_backends": "dispatch",
     "explain": "dispatch",
+    "gated_mlp": "gated_mlp.launch",
     "gated_mlp_up": "gemm_mn.launch",
     "gemm_k": "gemm_k.launch",
     "gemm_mn": "gemm_mn.launch",

@@ -43,7 +43,7 @@ def test_results_agree_with_float64_and_only_what_is_executed_is_read(
 def test_gluon_takes_every_width_and_ragged_rows(rows: int, width: int) -> None:
     skip_without("gluon")
     found = list(pattern_errors(PatternCase(rows, 320, 5, width, 7, "skewed"), torch.bfloat16, "cuda", "gluon"))
-    assert len(found) == 7
+    assert len(found) == 11
     assert [f"{what}: {error:.2e}" for what, error, bound in found if not error <= bound] == []
 
 
@@ -54,8 +54,7 @@ def test_a_captured_graph_follows_new_ids(rows: int) -> None:
     down = gate.t().contiguous()
 
     def ffn() -> torch.Tensor:
-        layout = wk.pattern_layout(ids, patterns)
-        return wk.gemm_k(wk.gated_mlp_up(x, gate, up, layout), down, layout, residual=x)
+        return wk.gated_mlp(x, gate, up, down, wk.pattern_layout(ids, patterns), residual=x)
 
     ffn()
     graph = torch.cuda.CUDAGraph()

@@ -22,8 +22,8 @@ from wide_kernels.attention_prefill import configs as prefill_configs
 from wide_kernels.attention_prefill import triton as prefill_kernels
 from wide_kernels.gemm_k import configs as k_configs
 from wide_kernels.gemm_k import few_rows as k_few
+from wide_kernels.gemm_k import packing, sorting
 from wide_kernels.gemm_k import pattern_triton as k_patterns
-from wide_kernels.gemm_k import sorting
 from wide_kernels.gemm_k import triton as k_kernels
 from wide_kernels.gemm_k.segments import TILE_ROWS
 from wide_kernels.gemm_mn import configs as mn_configs
@@ -132,6 +132,12 @@ def pattern_kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, A
             values | mn_configs.pattern_config(T, D, F, 16, gated, dtype),
         )
     for width in (16, 128):
+        found[f"pack {width}"] = (
+            packing.pack_kernel,
+            f"{p} *i32 *i32 *i32 *i32 *u8 *i32 {p} i32 i32 i32",
+            {"G": width, "N_G": F // width, "UNIT": min(width, 64), "STEP": k_configs.CHANNEL_STEP, "TILE": TILE_ROWS}
+            | {"HALF": HALF_ROWS, "BM": packing.BLOCK_ROWS, "BLOCK": packing.BLOCK_CHANNELS},
+        )
         found[f"tile_patterns_k {width}"] = (
             k_patterns.pattern_kernel,
             f"{p} {p} {p} {p} {layout} i32 i32 i32",

@@ -70,3 +70,5 @@ def test_gathered_channels_of_narrow_groups_are_read_16_bytes_at_a_time(compiled
     # 128 + 256 rows x 64 channels in 16-byte pieces over 256 threads, for two stages ahead at least.
     for width in (16, 128):
         assert compiled["kernels"][f"tile_patterns_k {width} bfloat16"]["16-byte loads"] >= 2 * 12
+        # 32 rows x 256 channels over 128 threads
+        assert compiled["kernels"][f"pack {width} bfloat16"]["16-byte loads"] == 8

@@ -18,7 +18,7 @@ from wide_kernels.tuning.table import force
 @pytest.mark.parametrize("case", SMALL_PATTERNS, ids=str)
 def test_results_agree_with_float64_and_only_what_is_executed_is_read(case: PatternCase, device: str) -> None:
     found = list(pattern_errors(case, torch.float16, device, "triton"))
-    assert len(found) == 7
+    assert len(found) == 11
     assert [f"{what}: {error:.2e}" for what, error, bound in found if not error <= bound] == []
 
 
@@ -50,6 +50,7 @@ def test_no_rows_give_no_rows(backend: str, device: str) -> None:
     assert wk.gemm_mn(e["x"][:0], e["gate"], layout, backend=backend).shape == (0, 32)
     assert wk.gated_mlp_up(e["x"][:0], e["gate"], e["up"], layout, backend=backend).shape == (0, 32)
     assert wk.gemm_k(e["h"][:0], e["down"], layout, e["residual"][:0], backend=backend).shape == (0, 16)
+    assert wk.gated_mlp(e["x"][:0], e["gate"], e["up"], e["down"], layout, backend=backend).shape == (0, 16)
 
 
 def test_results_are_those_of_the_mask() -> None:
@@ -81,7 +82,7 @@ def test_attention_takes_patterns_of_heads(backend: str, device: str) -> None:
     torch.testing.assert_close(wk.attention_prefill(q, k, k, layout, backend=backend), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("op", ["gemm_mn", "gated_mlp_up", "gemm_k"])
+@pytest.mark.parametrize("op", ["gemm_mn", "gated_mlp_up", "gemm_k", "gated_mlp"])
 def test_the_registration_is_sound(op: str) -> None:
     e = {name: tensor.requires_grad_(tensor.is_floating_point()) for name, tensor in operands().items()}
     layout = layout_of(e).tensors
@@ -91,6 +92,10 @@ def test_the_registration_is_sound(op: str) -> None:
         "gemm_mn": (ops.gemm_mn_patterns, (e["x"], e["gate"], *layout, e["bias"], "silu", "torch")),
         "gated_mlp_up": (ops.gated_mlp_up_patterns, (e["x"], e["gate"], e["up"], *layout, "silu", "torch")),
         "gemm_k": (ops.gemm_k_patterns, (e["h"], e["down"], *layout, e["residual"], "torch")),
+        "gated_mlp": (
+            ops.gated_mlp_patterns,
+            (e["x"], e["gate"], e["up"], e["down"], *layout, e["residual"], "silu", "torch"),
+        ),
     }
     function, arguments = calls[op]
     torch.library.opcheck(function.default, arguments)

@@ -12,6 +12,7 @@ from torch import Tensor
 import wide_kernels as wk
 from wide_kernels.benchmarks.awkward import TOLERANCE, poison_free_memory, relative_error
 from wide_kernels.errors import UnsupportedError
+from wide_kernels.gated_mlp.reference import gated_mlp_reference
 from wide_kernels.gemm_k.reference import gemm_k_reference
 from wide_kernels.gemm_mn.reference import gated_mlp_up_reference, gemm_mn_reference
 
@@ -123,6 +124,17 @@ def pattern_errors(
         yield "gated_mlp_up", math.inf if bool(y[skipped].any()) else relative_error(y, expected), bound
     down, clean_down = weight.t().contiguous(), clean[1].t().contiguous()
     residual = torch.linspace(-1, 1, case.rows * case.other, device=device).view(case.rows, case.other).to(dtype)
+    by_channel = weight.clone().t()  # the transpose of a contiguous [D', N]
+    if _takes(backend, "gated_mlp", x, weight, up, down, layout):
+        for name, w_down, added in (("", down, residual), (" by channel", by_channel, None)):
+            poison_free_memory(case.rows * case.other, dtype, device)
+            y = wk.gated_mlp(x, weight, up, w_down, layout, added, backend=backend)
+            cleaned = None if added is None else added.double()
+            expected = gated_mlp_reference(clean[0], clean[1], clean[2], clean_down, mask, cleaned, "silu")
+            # the hidden channels are rounded, too
+            yield f"gated_mlp{name}", relative_error(y, expected), 1.5 * bound
+            again = wk.gated_mlp(x, weight, up, w_down, layout, added, backend=backend)
+            yield f"gated_mlp{name} again", 0.0 if torch.equal(y, again) else math.inf, 0.0
     if not _takes(backend, "gemm_k", h, down, layout):
         return
     for name, added in (("", None), (" residual", residual)):

@@ -107,6 +107,10 @@ def pattern_row(record: dict[str, Any]) -> str:
         f"{name} {times['p50_ms'] * 1e3:.1f}{'*' if times['chosen'] else ''}"
         for name, times in record["backends"].items()
     )
+    known = (BITS, record["best_dense"])
+    backends += "".join(
+        f", {name} {times['p50_ms'] * 1e3:.1f}" for name, times in record["baselines"].items() if name not in known
+    )
     again = "" if record["bitwise_repeatable"] else "  NOT REPEATABLE"
     return (
         f"{record['op']:15}{record['rows']:>6}{record['group_size']:>5}{record['patterns']:>5} {record['frequency']:10}"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +14,11 @@ from torch import Tensor
 import wide_kernels as wk
 from wide_kernels.benchmarks import dense
 from wide_kernels.benchmarks.cases import CHECKED_ROWS, Sizes, TimedCase, operator_case, relative_error
+from wide_kernels.benchmarks.timing import Call
 from wide_kernels.dispatch import Explanation
 from wide_kernels.errors import UnsupportedError
+from wide_kernels.gemm_k.packing import pack_rows
+from wide_kernels.pattern_classes import classed_lists
 from wide_kernels.pattern_layout import HALF_ROWS
 
 PATTERN_OPS = ("pattern_layout", "gemm_mn", "gated_mlp_up", "gemm_k", "ffn")
@@ -107,6 +109,7 @@ def pattern_cases(point: PatternSizes, ops: set[str]) -> Iterator[TimedCase]:
     x = sizes.normal(rows, hidden)
     w_gate, w_up = (sizes.normal(channels, hidden, scale=0.02) for _ in range(2))
     w_down = w_up.t().contiguous()
+    whole = wk.explain("gated_mlp", x, w_gate, w_up, w_down, layout)
     up = F.linear(x[picked].double(), w_up.double())
     gated = F.silu(F.linear(x[picked].double(), w_gate.double())) * up * wide_mask
     if "gemm_mn" in ops:
@@ -119,7 +122,7 @@ def pattern_cases(point: PatternSizes, ops: set[str]) -> Iterator[TimedCase]:
         yield operator_case(
             "gated_mlp_up", sizes, (x, w_gate, w_up, layout), {}, lambda y: relative_error(y, picked, gated),
             {"2 linear + fused silu": lambda: dense.fused_gated_mlp_up(x, w_gate, w_up)},
-            others={BITS: lambda: wk.gated_mlp_up(x, w_gate, w_up, bits)},
+            others={BITS: lambda: wk.gated_mlp_up(x, w_gate, w_up, bits)} | _packed_up(whole, x, w_gate, w_up, layout),
             flops=2 * flops, checked=len(picked) * channels,
         )  # fmt: skip
     if "gemm_k" in ops:
@@ -127,11 +130,36 @@ def pattern_cases(point: PatternSizes, ops: set[str]) -> Iterator[TimedCase]:
         expected = F.linear(h[picked].double() * wide_mask, w_down.double())
         yield operator_case(
             "gemm_k", sizes, (h, w_down, layout), {}, lambda y: relative_error(y, picked, expected),
-            {"linear": lambda: F.linear(h, w_down)}, others={BITS: lambda: wk.gemm_k(h, w_down, bits)},
+            {"linear": lambda: F.linear(h, w_down)},
+            others={BITS: lambda: wk.gemm_k(h, w_down, bits)} | _packed_down(whole, h, w_down, layout),
             flops=flops, checked=len(picked) * hidden,
         )  # fmt: skip
     if "ffn" in ops:
         yield _ffn(point, (ids, patterns), bits_mask, (x, w_gate, w_up, w_down), picked, gated, flops)
+
+
+def _packed_up(
+    gated: Explanation, x: Tensor, w_gate: Tensor, w_up: Tensor, layout: wk.PatternLayout
+) -> dict[str, Call]:
+    """The first kernel of `gated_mlp` where that is a pair of its own."""
+    if gated.backend != "gluon":
+        return {}
+    from wide_kernels.gemm_mn.pattern_gluon import gated_packed
+
+    return {"packed": lambda: gated_packed(x, w_gate, w_up, layout, "silu")}
+
+
+def _packed_down(gated: Explanation, h: Tensor, w_down: Tensor, layout: wk.PatternLayout) -> dict[str, Call]:
+    """The second one, on rows that are packed already, for both forms of the weight."""
+    if gated.backend != "gluon":
+        return {}
+    from wide_kernels.gemm_k.pattern_gluon import project_packed
+
+    packed, by_channel = pack_rows(h, layout, *classed_lists(layout)), w_down.t().contiguous().t()
+    return {
+        "packed": lambda: project_packed(packed, w_down, layout, None),
+        "packed, w_down by channel": lambda: project_packed(packed, by_channel, layout, None),
+    }
 
 
 def _ffn(
@@ -146,21 +174,21 @@ def _ffn(
     """Layout, gate and up, down, from the ids on; independent bits from their mask on."""
     x, w_gate, w_up, w_down = operands
 
-    def routed(layout: Any) -> Tensor:
-        return wk.gemm_k(wk.gated_mlp_up(x, w_gate, w_up, layout), w_down, layout)
+    def routed(backend: str = "auto") -> Tensor:
+        return wk.gated_mlp(*operands, wk.pattern_layout(*decision), backend=backend)
 
     def compare(got: Tensor) -> float:
         return relative_error(got, picked, F.linear(gated, w_down.double()))
 
     layout = wk.pattern_layout(*decision)
-    up = wk.explain("gated_mlp_up", x, w_gate, w_up, layout)
-    down = wk.explain("gemm_k", x.new_empty(x.shape[0], w_gate.shape[0]), w_down, layout)
+    explanation = wk.explain("gated_mlp", *operands, layout)
+    others: dict[str, Call] = {BITS: lambda: wk.gated_mlp(*operands, wk.route_layout(bits_mask))}
+    if explanation.backend == "gluon":
+        by_channel = w_down.t().contiguous().t()
+        others["w_down by channel"] = lambda: wk.gated_mlp(x, w_gate, w_up, by_channel, wk.pattern_layout(*decision))
     return TimedCase(
-        "ffn", *point.sizes.point,
-        Explanation("ffn", f"{up.backend} + {down.backend}", f"{up}\n{down}", {}),
-        lambda: routed(wk.pattern_layout(*decision)),
+        "ffn", *point.sizes.point, replace(explanation, op="ffn"), routed,
         {"dense ffn": lambda: F.linear(dense.fused_gated_mlp_up(x, w_gate, w_up), w_down)},
-        lambda: compare(routed(wk.pattern_layout(*decision))),
-        3 * flops, {BITS: lambda: routed(wk.route_layout(bits_mask))},
+        lambda: compare(routed()), 3 * flops, others,
         compare=compare, checked_elements=len(picked) * w_down.shape[0],
     )  # fmt: skip

@@ -10,14 +10,13 @@ from torch import Tensor
 from wide_kernels.checks import group_width, same_kind, same_size, shape_of, strided
 from wide_kernels.dispatch import Problem, choose, is_hopper
 from wide_kernels.errors import UnsupportedError
-from wide_kernels.gemm_k.configs import CHANNEL_STEP, FEW_ROWS, MANY_ROWS
+from wide_kernels.gemm_k.configs import CHANNEL_STEP, FEW_ROWS, MANY_ROWS, TRANSPOSING_ROWS
 from wide_kernels.gemm_k.pattern_ops import gemm_k_patterns
 from wide_kernels.gemm_k.reference import gemm_k_gradients, gemm_k_reference
 from wide_kernels.layout import RouteLayout, decision, decision_groups
 from wide_kernels.pattern_layout import PatternLayout
 
 ACCUMULATE = ("auto", "fp32", "bf16")
-SLOWER_ON_PATTERNS = "on patterns it takes 1.0 to 1.7 times as long as triton (reports/kernels/h200_patterns.md)"
 
 
 def gemm_k(
@@ -93,7 +92,9 @@ def gemm_k_problem(
     passed_over = {}
     if isinstance(layout, PatternLayout):
         refusal = _gluon_refusal_of_patterns(h)
-        passed_over = {"gluon": SLOWER_ON_PATTERNS}
+        if width % CHANNEL_STEP and rows <= TRANSPOSING_ROWS and not weight.t().is_contiguous():
+            why = f"groups of {width} need the weight transposed, which pays for more than {TRANSPOSING_ROWS} rows"
+            passed_over = {"gluon": why}
     else:
         refusal = _gluon_refusal(h, width, partial_sums(h, accumulate, deterministic))
     sizes = {"N": columns, "the group width": width}
@@ -116,11 +117,7 @@ def _gluon_refusal(h: Tensor, width: int, accumulate: str) -> str | None:
 
 def _gluon_refusal_of_patterns(h: Tensor) -> str | None:
     """The same for patterns: their kernel adds in fp32 and takes any groups."""
-    if h.shape[0] <= FEW_ROWS:
-        return f"it is for more than {FEW_ROWS} rows, got {h.shape[0]}"
-    if h.numel() >= 1 << 34:  # int32 units of 8
-        return "h must have fewer than 2^34 elements"
-    return None
+    return f"it is for more than {FEW_ROWS} rows, got {h.shape[0]}" if h.shape[0] <= FEW_ROWS else None
 
 
 @torch.library.custom_op(

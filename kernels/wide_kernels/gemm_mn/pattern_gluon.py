@@ -5,6 +5,9 @@ two consumer warpgroups of half a tile's rows each. A piece of work is a tile of
 SLOTS pieces of BOX columns, side by side in the results, whose weights come as SLOTS boxes into slices of a stage. So
 groups of 16 columns fill a wide product. Groups of a chunk that nobody runs (the end of a list) are multiplied along
 and written as zeros; chunks that nobody runs are zeroed by the producer warps while the ring is full.
+
+PACKED results are not put where rows and groups stand, but row by row of the order and chunk by chunk: the operand of
+the packed GEMM-K (`gemm_k/packing.py`), in which a tile has no column that it does not need.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 
@@ -25,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from wide_kernels.dispatch import multiprocessors, on_device_of
+from wide_kernels.gemm_k.packing import Packed
 from wide_kernels.gemm_mn.configs import HOPPER_DEPTH
 from wide_kernels.gemm_mn.gluon import (
     CONSUMERS,
@@ -179,21 +183,22 @@ def fetch_weights(
 @gluon.jit
 def clear(
     out, order, classed, chunks, rows, tiles,
-    N: gl.constexpr, G: gl.constexpr, BOX: gl.constexpr, SLOTS: gl.constexpr,
+    N: gl.constexpr, G: gl.constexpr, PACKED: gl.constexpr, BOX: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Zero this program's share of the dead chunks."""
-    CHUNKS: gl.constexpr = (N // BOX + SLOTS - 1) // SLOTS
-    live = gl.load(chunks)
-    for position in range(live + gl.program_id(0), tiles * CHUNKS, gl.num_programs(0)):
-        work, _ = entry(chunks, position, tiles * CHUNKS)
-        zero_chunk(out, order, classed, work // CHUNKS, work % CHUNKS, rows, N, G, BOX, SLOTS)
+    """Zero this program's share of the dead chunks, which nobody reads of packed results."""
+    if not PACKED:
+        CHUNKS: gl.constexpr = (N // BOX + SLOTS - 1) // SLOTS
+        live = gl.load(chunks)
+        for position in range(live + gl.program_id(0), tiles * CHUNKS, gl.num_programs(0)):
+            work, _ = entry(chunks, position, tiles * CHUNKS)
+            zero_chunk(out, order, classed, work // CHUNKS, work % CHUNKS, rows, N, G, BOX, SLOTS)
 
 
 @gluon.jit
 def consume(
     order, classed, chunks, ids, patterns, mixed, bias, out, rows, x_ring, w_ring, full, empty,
     N: gl.constexpr, K: gl.constexpr, G: gl.constexpr,
-    GATED: gl.constexpr, HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
+    GATED: gl.constexpr, HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, PACKED: gl.constexpr,
     BOX: gl.constexpr, SLOTS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """Multiply and write half PART of the rows of every live chunk of this program."""
@@ -220,10 +225,12 @@ def consume(
         column = (found >> 2) * G + piece % (G // BOX) * BOX + unit % (BOX // UNIT) * UNIT
         within = gl.arange(0, UNIT, gl.SliceLayout(0, gl.SliceLayout(1, STORING)))
         within = gl.expand_dims(gl.expand_dims(within, 0), 1)
-        target = gl.expand_dims(row.to(gl.int64) * N, 1) + gl.expand_dims(column, 0)
-        target = out + gl.expand_dims(target, 2) + within
-        written = gl.expand_dims(gl.expand_dims(places < rows, 1) & gl.expand_dims(piece < N // BOX, 0), 2)
-        runs = gl.expand_dims((found >> PART & 1) != 0, 0) & gl.expand_dims(places < rows, 1)
+        exists = gl.expand_dims(places < rows, 1) & gl.expand_dims(piece < N // BOX, 0)
+        if not PACKED:
+            target = gl.expand_dims(row.to(gl.int64) * N, 1) + gl.expand_dims(column, 0)
+            target = out + gl.expand_dims(target, 2) + within
+            written = gl.expand_dims(exists, 2)
+        runs = gl.expand_dims((found >> PART & 1) != 0, 0) & exists
         if halves >> PART & 1 != 0:
             # Only where patterns meet must rows be told apart.
             check = runs & (gl.load(mixed + tile) >> PART & 1 != 0)
@@ -256,13 +263,19 @@ def consume(
             y = gl.convert_layout(z.to(out.dtype.element_ty), storing_layout(HALF, BN))
             y = gl.convert_layout(gl.reshape(y, [HALF, UNITS, UNIT]), STORING, assert_trivial=True)
             y = gl.where(gl.expand_dims(runs, 2), y, gl.zeros_like(y))
-            gl.store(target, y, mask=written)
+            if PACKED:  # zeros stand for what does not exist
+                target = gl.expand_dims(places.to(gl.int64) * (CHUNKS * BN), 1)
+                target = target + gl.expand_dims(chunk * BN + unit * UNIT, 0)
+                gl.store(out + gl.expand_dims(target, 2) + within, y)
+            else:
+                gl.store(target, y, mask=written)
         else:
             for i in range(K // BK):
                 stage = (step + i) % STAGES
                 mbarrier.wait(full.index(stage), (step + i) // STAGES & 1)
                 mbarrier.arrive(empty.index(stage), count=1)
-            gl.store(target, gl.zeros([HALF, UNITS, UNIT], out.dtype.element_ty, STORING), mask=written)
+            if not PACKED:
+                gl.store(target, gl.zeros([HALF, UNITS, UNIT], out.dtype.element_ty, STORING), mask=written)
         step += K // BK
 
 
@@ -270,11 +283,11 @@ def consume(
 def pattern_kernel(
     x, order, classed, chunks, ids, patterns, mixed, weight, weight_up, bias, out, rows, tiles, stride_units,
     N: gl.constexpr, K: gl.constexpr, G: gl.constexpr,
-    GATED: gl.constexpr, HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
+    GATED: gl.constexpr, HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, PACKED: gl.constexpr,
     BOX: gl.constexpr, SLOTS: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """x [T, K] by tiles of `order`, times `weight` and if GATED `weight_up` [N, K], into out [T, N]."""
+    """x [T, K] by tiles of `order`, times `weight` and if GATED `weight_up` [N, K], into out [T, N] or packed."""
     CHUNKS: gl.constexpr = (N // BOX + SLOTS - 1) // SLOTS
     WIDE: gl.constexpr = SLOTS * BOX * (2 if GATED else 1)
     x_ring = gl.allocate_shared_memory(x.dtype.element_ty, [STAGES * CONSUMERS, HALF, BK], SHARED)
@@ -288,13 +301,13 @@ def pattern_kernel(
     gl.warp_specialize(
         [
             (consume, (order, classed, chunks, ids, patterns, mixed, bias, out, rows, x_ring, w_ring, full, empty,
-                       N, K, G, GATED, HAS_BIAS, ACTIVATION, BOX, SLOTS, BK, STAGES, 0)),
+                       N, K, G, GATED, HAS_BIAS, ACTIVATION, PACKED, BOX, SLOTS, BK, STAGES, 0)),
             (consume, (order, classed, chunks, ids, patterns, mixed, bias, out, rows, x_ring, w_ring, full, empty,
-                       N, K, G, GATED, HAS_BIAS, ACTIVATION, BOX, SLOTS, BK, STAGES, 1)),
+                       N, K, G, GATED, HAS_BIAS, ACTIVATION, PACKED, BOX, SLOTS, BK, STAGES, 1)),
             (gather, (x, order, chunks, rows, stride_units, x_ring, full, empty, CHUNKS, K, BK, STAGES)),
             (fetch_weights, (classed, chunks, weight, weight_up, w_ring, full, empty,
                              N, K, G, GATED, BOX, SLOTS, BK, STAGES)),
-            (clear, (out, order, classed, chunks, rows, tiles, N, G, BOX, SLOTS)),
+            (clear, (out, order, classed, chunks, rows, tiles, N, G, PACKED, BOX, SLOTS)),
         ],
         [4, GATHER_WARPS, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -319,27 +332,53 @@ def project(
     activation: str | None,
 ) -> Tensor:
     """`gemm_mn`, or with `weight_up` `gated_mlp_up`: x [T, K] -> [T, N] for rows that follow patterns."""
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    if x.shape[0]:
+        with on_device_of(x):
+            _launch(x, weight, weight_up, layout, bias, activation, out, *classed_lists(layout))
+    return out
+
+
+def gated_packed(x: Tensor, w_gate: Tensor, w_up: Tensor, layout: PatternLayout, activation: str) -> Packed:
+    """`gated_mlp_up` with packed results: what the packed GEMM-K reads."""
+    config = pattern_config(x.shape[0], w_gate.shape[0] // layout.groups, True, x.dtype)
+    wide = config["BOX"] * config["SLOTS"]
+    columns = -(-w_gate.shape[0] // wide) * wide
+    out = x.new_empty(layout.lists.shape[0] * TILE_ROWS, columns)
+    with on_device_of(x):
+        classed, counts = classed_lists(layout)
+        if x.shape[0]:
+            _launch(x, w_gate, w_up, layout, None, activation, out, classed, counts, packed=True)
+    return Packed(out, classed, counts)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    weight_up: Tensor | None,
+    layout: PatternLayout,
+    bias: Tensor | None,
+    activation: str | None,
+    out: Tensor,
+    classed: Tensor,
+    counts: Tensor,
+    packed: bool = False,
+) -> None:
     rows, depth = x.shape
     columns = weight.shape[0]
     width = columns // layout.groups
     gated = weight_up is not None
     config = pattern_config(rows, width, gated, x.dtype)
     box = config["BOX"]
-    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    if rows == 0:
-        return out
     x = _addressable(x)
-    with on_device_of(x):
-        classed, counts = classed_lists(layout)
-        chunks = chunk_list(classed, counts, width // box, config["SLOTS"], config.pop("BAND"))
-        descriptors = [
-            TensorDescriptor.from_tensor(_addressable(w), [box, config["BK"]], SHARED.value)
-            for w in (weight, weight if weight_up is None else weight_up)
-        ]
-        grid = min(multiprocessors(out.device), chunks.shape[0] - 1)
-        pattern_kernel[(grid,)](
-            x, layout.order, classed, chunks, layout.ids, layout.patterns.view(torch.uint8), layout.mixed,
-            *descriptors, weight if bias is None else bias, out, rows, classed.shape[0], x.stride(0) // UNIT.value,
-            columns, depth, width, gated, bias is not None, activation or "none", **config,
-        )  # fmt: skip
-    return out
+    chunks = chunk_list(classed, counts, width // box, config["SLOTS"], config.pop("BAND"))
+    descriptors = [
+        TensorDescriptor.from_tensor(_addressable(w), [box, config["BK"]], SHARED.value)
+        for w in (weight, weight if weight_up is None else weight_up)
+    ]
+    grid = min(multiprocessors(out.device), chunks.shape[0] - 1)
+    pattern_kernel[(grid,)](
+        x, layout.order, classed, chunks, layout.ids, layout.patterns.view(torch.uint8), layout.mixed,
+        *descriptors, weight if bias is None else bias, out, rows, classed.shape[0], x.stride(0) // UNIT.value,
+        columns, depth, width, gated, bias is not None, activation or "none", packed, **config,
+    )  # fmt: skip

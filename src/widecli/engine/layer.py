@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import wide_kernels as wk
+from wide_kernels import PatternLayout
 from widecli.engine.fused import activate_gate
 from widecli.engine.ranges import within
 from widecli.engine.routing import Decision, Route, normalise
@@ -106,11 +107,21 @@ class Layer:
             x = x.add_(self.weights.down.bias)
         parts = self._parts if len(route.layouts) > 1 else [self._whole]
         for part, arguments in zip(parts, route.by_segment, strict=True):
-            with within("gate_up"):
-                hidden = self._gated(normalised, part, arguments)
-            with within("down"):
-                x = wk.gemm_k(hidden, part.down, residual=x, **arguments)
+            x = self._routed(x, normalised, part, arguments)
         return x
+
+    def _routed(self, x: Tensor, normalised: Tensor, part: _FfnPart, arguments: dict[str, Any]) -> Tensor:
+        """x + what a run of the FFN's channels adds."""
+        gate, up = part.gate, part.up
+        if gate.bias is None and isinstance(arguments.get("layout"), PatternLayout):
+            with within("ffn"):
+                return wk.gated_mlp(
+                    normalised, gate.weight, up.weight, part.down, residual=x, activation=self.activation, **arguments
+                )
+        with within("gate_up"):
+            hidden = self._gated(normalised, part, arguments)
+        with within("down"):
+            return wk.gemm_k(hidden, part.down, residual=x, **arguments)
 
     def _gated(self, x: Tensor, part: _FfnPart, arguments: dict[str, Any]) -> Tensor:
         gate, up = part.gate, part.up

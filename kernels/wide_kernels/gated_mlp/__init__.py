@@ -1,0 +1,1 @@
+"""A whole gated MLP whose hidden channels are routed."""
