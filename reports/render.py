@@ -16,6 +16,11 @@ import render_patterns
 import render_profile
 from render_kernels import table
 
+from widecli.report.find import find_runs
+from widecli.report.scaling import scaling_points
+from widecli.report.scaling_view import scaling_table
+from widecli.report.tables import markdown
+
 HERE = Path(__file__).parent
 PLAIN, ARTICLES, PATTERNS = "smollm2-h200", "smollm2-h200-articles", "smollm2-h200-patterns"
 HEAD = """# Measured results
@@ -131,13 +136,8 @@ def starts(evals: dict[str, dict[str, Any]], runs: dict[str, dict[str, Any]]) ->
 
 
 def speed() -> str:
-    """Training speed, one choice at a time."""
-    document = json.loads((HERE / PLAIN / "train_speed.json").read_text())
-    rows = [
-        [r["variant"], f"{r['tokens_per_second']:,.0f}", f"{r['peak_memory_bytes'] / 2**30:.1f}"]
-        for r in document["results"]
-    ]
-    return table(["step", "tokens/s", "peak memory, GiB"], rows)
+    """Training speed: all documents of `python -m widecli.train.speed` here, as `wide report` shows them."""
+    return markdown(scaling_table(scaling_points(find_runs([HERE]).documents)))
 
 
 def settings(name: str) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def main() -> None:
         tasks(again),
         "\n## The start of the routers, S = 0.5\n",
         starts(evals, runs),
-        "\n## Training speed, S = 0.5, 32 x 1024 tokens a step, one H200\n",
+        "\n## Training speed\n",
         speed(),
     ]
     (HERE / "README.md").write_text("\n".join(parts))

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from widecli.evaluate.protocol import PAPER_TASKS
+from widecli.ranks import Ranks
 from widecli.recipe.load import dump, recipe_hash, resolve
 from widecli.track.summary import completed
+from widecli.train.speed import document_of
 
 PLAN = {
     "attention_group_size": 3,
@@ -204,3 +206,29 @@ def speed_point(
         "speedup": speedup,
         "run": None,
     }
+
+
+def layout_result(
+    layout: str, cards: int, speed: float, *, peak: float | None = 40.0, estimated: float = 44.0
+) -> dict[str, Any]:
+    """What `widecli.train.scaling.measure` says of a layout; memory in GiB."""
+    return {
+        "layout": layout,
+        "ranks": cards,
+        "micro_batch_size": 1,
+        "tokens_per_second": speed,
+        "peak_memory_bytes": None if peak is None else peak * 2**30,
+        "estimated_memory_bytes": estimated * 2**30,
+        "first_loss": 12.0,
+    }
+
+
+def write_training_speed(
+    path: Path, cards: int, results: list[dict[str, Any]], *, batch: int = 8, changes: tuple[str, ...] = ()
+) -> Path:
+    """A document of `python -m widecli.train.speed --random` on so many cards, for Llama-3.1-8B."""
+    keys = ["model.name=meta-llama/Llama-3.1-8B", "data.sequence_length=4096", f"train.batch_size={batch}"]
+    recipe = resolve(None, [*keys, *changes]).recipe
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document_of(recipe, 4, results, Ranks(size=cards)), indent=2))
+    return path

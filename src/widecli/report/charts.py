@@ -34,7 +34,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Series:
-    """Marks of one colour; `line` joins them by rising x. Without `dots` only the line; `published`: in grey."""
+    """Marks of one colour; `line` joins them by rising x. Without `dots` a dashed line alone; `published`: in grey."""
 
     name: str
     marks: tuple[Mark, ...]

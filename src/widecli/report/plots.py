@@ -84,9 +84,13 @@ def _scaled(chart: Chart, mark: Mark) -> tuple[float, float]:
 
 
 def _edge(axes: Any, chart: Chart, series: Series) -> None:
-    """The front: what is reachable by a configuration at least as far to the right."""
+    """A dashed line; in steps it is a front: what a configuration at least as far to the right reaches."""
     xs, ys = zip(*(_scaled(chart, mark) for mark in series.marks), strict=True)
-    axes.step(xs, ys, where="pre", color="#888888", linewidth=1, linestyle="--", label=series.name, zorder=1)
+    style = {"color": "#888888", "linewidth": 1, "linestyle": "--", "label": series.name, "zorder": 1}
+    if series.line == "steps":
+        axes.step(xs, ys, where="pre", **style)
+    else:
+        axes.plot(xs, ys, **style)
 
 
 def _series(axes: Any, chart: Chart, series: Series, colour: str, shape: str) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from widecli.report.charts import gain_label, quality_label, slug
+from widecli.report.documents import Document
 from widecli.report.find import StoredRun
 from widecli.report.load import DENSE
 from widecli.report.pareto import Front, qualities
@@ -260,35 +263,44 @@ def published_table() -> Table:
     return Table("published", title, columns, tuple(rows), GROUP_SIZES)
 
 
-def runs_table(runs: Iterable[StoredRun]) -> Table:
-    """Where every figure comes from."""
+def runs_table(runs: Iterable[StoredRun], documents: Iterable[Document] = ()) -> Table:
+    """Where every figure comes from: runs, then files with measurements."""
     rows: list[dict[str, Value]] = []
     names = []
     for run in runs:
-        environment = run.environment
-        gpus = environment.get("gpus")
-        gpu = str(gpus[0].get("name")) if isinstance(gpus, list) and gpus and isinstance(gpus[0], dict) else ""
-        versions = environment.get("versions")
-        torch = versions.get("torch") if isinstance(versions, dict) else None
-        words = environment.get("command_line")
-        rows.append(
-            {
-                "run": run.label,
-                "command": run.command,
-                "model": str(run.summary.get("model") or ""),
-                "date": str(environment.get("date") or "")[:16].replace("T", " "),
-                "device": gpu or str(environment.get("cpu") or ""),
-                "torch": str(torch or ""),
-                "git": str(environment.get("git") or ""),
-                "line": " ".join(map(str, words)) if isinstance(words, list) else "",
-                "path": str(run.path),
-            }
-        )
+        words = run.environment.get("command_line")
+        line = " ".join(map(str, words)) if isinstance(words, list) else ""
+        model = str(run.summary.get("model") or "")
+        rows.append(_provenance(run.label, run.command, model, line, run.path, run.environment))
         names.append((run.label,))
+    for document in documents:
+        row = _provenance(document.label, "", "", document.command, document.path, document.environment)
+        rows.append(row | {"device": document.device})
+        names.append((document.label,))
     keys = ("run", "command", "model", "date", "device", "torch", "git", "line", "path")
     heads = {"line": "command line", "git": "revision"}
     columns = tuple(Column(key, heads.get(key, key), importance=i) for i, key in enumerate(keys))
     return Table("runs", "runs", columns, tuple(rows), row_runs=tuple(names)).filled()
+
+
+def _provenance(
+    label: str, command: str, model: str, line: str, path: Path, environment: Mapping[str, Any]
+) -> dict[str, Value]:
+    gpus = environment.get("gpus")
+    gpu = str(gpus[0].get("name")) if isinstance(gpus, list) and gpus and isinstance(gpus[0], dict) else ""
+    versions = environment.get("versions")
+    torch = versions.get("torch") if isinstance(versions, dict) else environment.get("torch")
+    return {
+        "run": label,
+        "command": command,
+        "model": model,
+        "date": str(environment.get("date") or "")[:16].replace("T", " "),
+        "device": gpu or str(environment.get("cpu") or ""),
+        "torch": str(torch or ""),
+        "git": str(environment.get("git") or environment.get("revision") or ""),
+        "line": line,
+        "path": str(path),
+    }
 
 
 def front_line(front: Front) -> str:
