@@ -10,6 +10,7 @@ from typing import Any
 from widecli import __version__
 from widecli.errors import UsageError
 from widecli.report.charts import Chart, front_chart, sweep_chart, throughput_chart
+from widecli.report.ffn_time import ffn_fronts, ffn_times, without_time
 from widecli.report.find import REPORT_DOCUMENT, Found, find_runs
 from widecli.report.html import Lines, Section, page
 from widecli.report.load import Results, load
@@ -45,6 +46,7 @@ class ModelReport:
     fronts: tuple[Front, ...]
     sweeps: tuple[Sweep, ...]
     throughput: tuple[ThroughputPoint, ...]
+    notes: tuple[str, ...] = ()
 
     def tables(self) -> list[Table]:
         """Summary, tasks, sweeps, speed, comparisons; without the empty ones."""
@@ -91,7 +93,8 @@ class Report:
         """What a reader must know, one line each."""
         several = [f"{len(self.models)} models, each with tables and plots of its own"] if len(self.models) > 1 else []
         left_out = [f"left out {skipped.path}: {skipped.reason}" for skipped in self.found.skipped]
-        return (*several, *self.results.notes, *left_out)
+        models = [note for model in self.models for note in model.notes]
+        return (*several, *self.results.notes, *models, *left_out)
 
 
 def build(folders: Iterable[str | Path]) -> Report:
@@ -104,12 +107,17 @@ def build(folders: Iterable[str | Path]) -> Report:
     scaling = tuple(scaling_points(found.documents))
     if not names and not scaling:
         count = len(found.runs) + len(found.documents)
-        raise UsageError(f"the {count} runs found hold no calibration, evaluation, profile or training speed to report")
+        kinds = "calibration, evaluation, profile or training speed"
+        raise UsageError(f"the {count} records found hold no {kinds} to report")
+    times = ffn_times(found.documents)
     models = []
     for name in names:
         made = grouped.get(name, [])
         here = tuple(point for point in speeds if point.model == name)
-        models.append(ModelReport(name, tuple(made), tuple(fronts(made)), tuple(sweeps(made)), here))
+        compared = (*fronts(made), *ffn_fronts(made, times))
+        models.append(
+            ModelReport(name, tuple(made), compared, tuple(sweeps(made)), here, tuple(without_time(made, times)))
+        )
     return Report(found, results, tuple(models), scaling)
 
 
@@ -216,7 +224,7 @@ def document_of(report: Report) -> dict[str, Any]:
             for document in report.found.documents
         ],
         "skipped": [{"path": str(skipped.path), "reason": skipped.reason} for skipped in report.found.skipped],
-        "notes": list(report.results.notes),
+        "notes": [*report.results.notes, *(note for model in report.models for note in model.notes)],
     }
 
 
@@ -249,6 +257,7 @@ def _front_document(front: Front) -> dict[str, Any]:
     return {
         "quality": front.quality,
         "gain": front.gain,
+        "gain_better": front.gain_better,
         "better": front.better,
         "points": [
             {

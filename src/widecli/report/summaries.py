@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from widecli.report.charts import gain_label, quality_label, slug
+from widecli.report.charts import gain_label, is_share, quality_label, slug
 from widecli.report.documents import Document
 from widecli.report.find import StoredRun
 from widecli.report.load import DENSE
-from widecli.report.pareto import Front, qualities
+from widecli.report.pareto import FFN_TIME, Front, flops_behind, qualities
 from widecli.report.points import Figure, Point, best_protocol, fullness_order, items_of, names_of
 from widecli.report.reference import GROUP_SIZES, PUBLISHED, SOURCE
 from widecli.report.sweeps import Sweep, ThroughputPoint
@@ -37,6 +37,7 @@ def summary_table(made: Sequence[Point]) -> Table:
         Column("mode", "mode"),
         Column("sparsity", "S, %", "percent"),
         Column("group_size", "G", "count"),
+        Column("patterns", "C", "count", 1),
         Column("steps", "steps", "count", 2),
         Column("settings", "settings", importance=1),
         Column("runs", "runs", importance=4),
@@ -78,6 +79,7 @@ def _summary_row(point: Point) -> dict[str, Value]:
         "mode": point.series,
         "sparsity": point.sparsity,
         "group_size": point.group_size,
+        "patterns": point.patterns,
         "steps": point.steps,
         "settings": point.extra,
         "seeds": float(trainings) if trainings > 1 else None,
@@ -131,9 +133,13 @@ def tasks_table(made: Sequence[Point]) -> Table:
 _HEADS = {"average": "average\naccuracy, %", "retention": "accuracy\nkept, %", "perplexity": "token\nperplexity"}
 
 
+_GAINS = {False: "FLOPs\nskipped, %", True: "FFN time,\n% of dense"}
+
+
 def front_table(front: Front) -> Table:
     """One comparison: every candidate, and what dominates it."""
     rows: list[dict[str, Value]] = []
+    timed = front.gain.startswith(FFN_TIME)
     ordered = sorted(front.candidates, key=lambda c: c.gain.value)
     for candidate in ordered:
         winner = candidate.dominated_by
@@ -143,22 +149,25 @@ def front_table(front: Front) -> Table:
                 "gain": candidate.gain,
                 "quality": candidate.quality,
                 "state": "on the front" if winner is None else f"dominated by {winner.label}",
+                "flops": candidate.point.figures.get(flops_behind(front.quality)) if timed else None,
+                "note": candidate.note,
                 "runs": few(candidate.quality.runs),
             }
         )
     label, percent = quality_label(front.quality)
     columns = (
         Column("configuration", "configuration"),
-        Column("gain", "FLOPs\nskipped, %", "percent")
-        if front.gain.startswith("flops ")
-        else Column("gain", "speed-up", "times"),
+        Column("gain", _GAINS[timed], "percent") if is_share(front.gain) else Column("gain", "speed-up", "times"),
         Column("quality", _HEADS[front.quality.split(" ")[0]], "percent" if percent else "figure"),
+        Column("flops", "FLOPs\nskipped, %", "percent", 1),
         Column("state", "state", importance=1),
+        Column("note", "note", importance=3),
         Column("runs", "runs", importance=2),
     )
     name = slug(f"pareto {front.model} {front.quality} {front.gain}")
-    runs = tuple(candidate.quality.runs for candidate in ordered)
-    return Table(name, f"{front.model}: {label} against {gain_label(front.gain)}", columns, tuple(rows), row_runs=runs)
+    runs = tuple(tuple(dict.fromkeys((*c.quality.runs, *c.gain.runs))) for c in ordered)
+    title = f"{front.model}: {label} against {gain_label(front.gain)}"
+    return Table(name, title, columns, tuple(rows), front.caption, runs).filled()
 
 
 def sweep_table(sweep: Sweep) -> Table:
