@@ -197,7 +197,14 @@ def write_profile(
 
 
 def speed_point(
-    phase: str, speedup: float, *, batch: int = 1, prompt: int = 1024, masks: str = "learned"
+    phase: str,
+    speedup: float,
+    *,
+    batch: int = 1,
+    prompt: int = 1024,
+    masks: str = "learned",
+    sparsity: float = 0.5,
+    group_size: int = 64,
 ) -> dict[str, Any]:
     def times(p50: float) -> dict[str, Any]:
         return {"p50_ms": p50, "p90_ms": 1.1 * p50, "p99_ms": 1.2 * p50, "min_ms": 0.9 * p50, "n": 50}
@@ -207,8 +214,8 @@ def speed_point(
         "batch": batch,
         "prompt": prompt,
         "gen": 128,
-        "sparsity": 0.5,
-        "group_size": 64,
+        "sparsity": sparsity,
+        "group_size": group_size,
         "masks": masks,
         "dense": times(10.0 * speedup),
         "routed": times(10.0),

@@ -89,6 +89,7 @@ def show(report: Report) -> None:
     from widecli.report.summaries import (
         front_line,
         published_table,
+        share_table,
         summary_table,
         sweep_table,
         tasks_table,
@@ -100,7 +101,8 @@ def show(report: Report) -> None:
     for model in report.models:
         tables = [summary_table(model.points), tasks_table(model.points)] if model.points else []
         tables += [sweep_table(sweep) for sweep in model.sweeps]
-        tables += [throughput_table(model.model, model.throughput)] if model.throughput else []
+        if model.throughput:
+            tables += [share_table(model.model, model.throughput), throughput_table(model.model, model.throughput)]
         for table in tables:
             if table.rows:
                 console.print(terminal(table, width))

@@ -11,8 +11,8 @@ from typing import Literal
 from widecli.report.load import DENSE
 from widecli.report.pareto import FFN_TIME, Candidate, Front, judged, qualities
 from widecli.report.points import Figure, Point, best_protocol, items_of
-from widecli.report.reference import PUBLISHED
-from widecli.report.sweeps import Sweep, ThroughputPoint
+from widecli.report.reference import PUBLISHED, Published
+from widecli.report.sweeps import Sweep, ThroughputPoint, share_curves
 
 Scale = Literal["linear", "log"]
 Line = Literal["none", "straight", "steps", "steps after"]  # a step changes y before x moves on, or after
@@ -270,15 +270,29 @@ def _published() -> list[Series]:
     marks: dict[str, list[Mark]] = {}
     for entry in PUBLISHED:
         if entry.retention is not None:
-            label = f"{entry.method}{f', G {entry.group_size}' if entry.group_size else ''}, {entry.model}"
-            note = "published by the paper, not measured here"
-            mark = Mark(entry.sparsity, entry.retention, label, (), hollow=True, note=note)
-            marks.setdefault(f"published: {entry.method}", []).append(mark)
-    return [Series(name, tuple(found), published=True) for name, found in marks.items()]
+            marks.setdefault(entry.method, []).append(_published_mark(entry, entry.retention))
+    return [Series(f"published: {method}", tuple(found), published=True) for method, found in marks.items()]
+
+
+def _published_mark(entry: Published, value: float) -> Mark:
+    note = ", ".join(filter(None, ("published by the paper, not measured here", entry.remark)))
+    return Mark(entry.sparsity, value, entry.label, (), hollow=True, note=note)
+
+
+def _published_speed(phase: str) -> list[Series]:
+    """The paper's end-to-end speed-ups, where it states them, with the device they are of."""
+    return [
+        Series(f"published: {entry.description}", (_published_mark(entry, speedup),), published=True)
+        for entry in PUBLISHED
+        if (speedup := entry.speedup(phase)) is not None
+    ]
 
 
 def throughput_chart(model: str, measured: Sequence[ThroughputPoint]) -> list[Chart]:
-    """Speed-up over dense by batch size, prompt length or sparsity: whichever varies, one plot a phase."""
+    """Speed-up over dense by batch size, prompt length or sparsity: whichever varies, one plot a phase.
+
+    By sparsity, where some settings have a whole curve, only those, and the paper's figures beside.
+    """
     charts = []
     axes = (("batch", "batch size"), ("prompt", "prompt, tokens"), ("sparsity", "sparsity, %"))
     for phase in ("ttft", "tpot"):
@@ -286,14 +300,18 @@ def throughput_chart(model: str, measured: Sequence[ThroughputPoint]) -> list[Ch
         for axis, title in axes:
             if len({getattr(point, axis) for point in here} - {None}) < 2:
                 continue
-            lines = _speed_lines(here, axis, [key for key, _ in axes if key != axis])
+            curves = [point for curve in share_curves(here) for point in curve] if axis == "sparsity" else []
+            lines = _speed_lines(curves or here, axis, [key for key, _ in axes if key != axis])
             charts.append(
                 Chart(
                     name=slug(f"throughput {model} {phase} {axis}"),
                     title=f"{model}: {phase.upper()} speed-up by {title.split(',')[0]}",
                     x_label=title,
                     y_label=f"{phase.upper()}, dense time / routed time",
-                    series=tuple(Series(name, marks, "straight") for name, marks in lines.items()),
+                    series=(
+                        *(Series(name, marks, "straight") for name, marks in lines.items()),
+                        *(_published_speed(phase) if curves else ()),
+                    ),
                     caption="Above 1 the routed model is faster. Medians; dense and routed by the same code.",
                     x_percent=axis == "sparsity",
                     x_scale="linear" if axis == "sparsity" else "log",
@@ -306,9 +324,12 @@ def throughput_chart(model: str, measured: Sequence[ThroughputPoint]) -> list[Ch
 def _speed_lines(measured: Sequence[ThroughputPoint], axis: str, others: Sequence[str]) -> dict[str, tuple[Mark, ...]]:
     """A line for each setting of the other sizes; one for each run where several measured the same."""
     groups: dict[str, list[ThroughputPoint]] = {}
+    kinds = len({point.masks for point in measured})
     for point in measured:
         if getattr(point, axis) is not None:
             name = ", ".join([*(f"{key} {point.shown(key)}" for key in others), f"G {point.shown('group_size')}"])
+            if kinds > 1:
+                name += f", {point.masks} masks"
             if point.patterns is not None:
                 name += f", {point.patterns:g} patterns"
             groups.setdefault(name, []).append(point)

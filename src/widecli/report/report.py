@@ -23,6 +23,7 @@ from widecli.report.summaries import (
     front_table,
     published_table,
     runs_table,
+    share_table,
     summary_table,
     sweep_table,
     tasks_table,
@@ -52,7 +53,8 @@ class ModelReport:
         """Summary, tasks, sweeps, speed, comparisons; without the empty ones."""
         made = [summary_table(self.points), tasks_table(self.points)] if self.points else []
         made += [sweep_table(sweep) for sweep in self.sweeps]
-        made += [throughput_table(self.model, self.throughput)] if self.throughput else []
+        if self.throughput:
+            made += [share_table(self.model, self.throughput), throughput_table(self.model, self.throughput)]
         made += [front_table(front) for front in self.fronts]
         return [table for table in made if table.rows]
 

@@ -13,7 +13,7 @@ from widecli.report.load import DENSE
 from widecli.report.pareto import FFN_TIME, Front, flops_behind, qualities
 from widecli.report.points import Figure, Point, best_protocol, fullness_order, items_of, names_of
 from widecli.report.reference import GROUP_SIZES, PUBLISHED, SOURCE
-from widecli.report.sweeps import Sweep, ThroughputPoint
+from widecli.report.sweeps import Sweep, ThroughputPoint, share_curves
 from widecli.report.tables import Column, Table, Value
 
 # The paper's tasks in its order, with heads that leave room on a terminal.
@@ -235,6 +235,49 @@ def throughput_table(model: str, measured: Sequence[ThroughputPoint]) -> Table:
     caption = "Medians. TTFT: prompt in, first token out. TPOT: time a further token."
     runs = tuple((point.run,) for point in measured)
     return Table(slug(f"throughput {model}"), f"{model}: measured speed", columns, tuple(rows), caption, runs).filled()
+
+
+def share_table(model: str, measured: Sequence[ThroughputPoint]) -> Table:
+    """Speed-up by the share skipped: a row for each setting with a curve, the paper's figures beside."""
+    curves = share_curves(measured)
+    rows: list[dict[str, Value]] = []
+    runs: list[tuple[str, ...]] = []
+    for curve in curves:
+        first = curve[0]
+        rows.append(
+            {
+                "phase": first.phase.upper(),
+                "batch": first.batch,
+                "prompt": first.prompt,
+                "group_size": first.group_size,
+                "patterns": first.patterns,
+                "masks": first.masks,
+                **{f"share {point.sparsity:g}": point.speedup for point in curve},
+                "runs": first.run,
+            }
+        )
+        runs.append((first.run,))
+    shares = {float(point.sparsity) for curve in curves for point in curve if point.sparsity is not None}
+    for phase in dict.fromkeys(curve[0].phase for curve in curves):
+        for entry in PUBLISHED:
+            if (speedup := entry.speedup(phase)) is not None:
+                name = f"{phase.upper()}, published"  # where every terminal shows it
+                rows.append({"phase": name, "masks": entry.description, f"share {entry.sparsity:g}": speedup})
+                runs.append(())
+                shares.add(entry.sparsity)
+    columns = (
+        Column("phase", "phase"),
+        Column("batch", "batch", "count", 2),
+        Column("prompt", "prompt", "count", 2),
+        Column("group_size", "G", "count"),
+        Column("patterns", "patterns", "count", 1),
+        Column("masks", "masks", importance=3),
+        *(Column(f"share {share:g}", f"{100 * share:.4g} %", "times") for share in sorted(shares)),
+        Column("runs", "runs", importance=4),
+    )
+    title = f"{model}: speed-up by the share skipped"
+    caption = "Dense time / routed time, medians of one run each. Published: by the paper, on another device."
+    return Table(slug(f"shares {model}"), title, columns, tuple(rows), caption, tuple(runs)).filled()
 
 
 def published_table() -> Table:
