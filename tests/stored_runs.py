@@ -73,9 +73,12 @@ def write_calibration(
     command: str = "calibrate",
     changes: tuple[str, ...] = (),
     patterns: int | None = None,
+    began_with: str = "other",
 ) -> Path:
+    """`began_with`: the name of the calibration that a second stage started from."""
     made = settings(sparsity, group_size, mode, seed, changes, patterns)
-    second = {"adapter": {"rank": 16}, "objective": "lm", "routers": "trained", "origin": {"checkpoint": "runs/other"}}
+    start = {"checkpoint": f"runs/calibrate-{began_with}/checkpoints/step-000300", "step": made["steps"]}
+    second = {"adapter": {"rank": 16}, "objective": "lm", "routers": "trained", "origin": start}
     return write_run(
         folder,
         command,

@@ -15,7 +15,8 @@ from widecli.report.reference import PUBLISHED, Published
 from widecli.report.sweeps import Sweep, ThroughputPoint, share_curves
 
 Scale = Literal["linear", "log"]
-Line = Literal["none", "straight", "steps", "steps after"]  # a step changes y before x moves on, or after
+# A step changes y before x moves on, or after; pairs are joined two by two.
+Line = Literal["none", "straight", "steps", "steps after", "pairs"]
 _NAME_WIDTH, _NAME_HEIGHT = 0.2, 0.06  # what a name beside a mark takes of a plot
 _WIDE_RANGE = 4  # largest / smallest above which an axis is logarithmic
 
@@ -98,6 +99,8 @@ def front_chart(front: Front) -> Chart:
         if len(edge) > 1:
             line: Line = "steps" if front.gain_better == "higher" else "steps after"
             series.append(Series(name, edge, line=line, dots=False))
+    if second := _second_stages(front):
+        series.append(Series("from a calibration to its second stage", second, line="pairs", dots=False))
     marks = [mark for found in colours.values() for mark in found]
     y_scale = _scale(mark.y for mark in marks)
     y_label, y_percent = quality_label(front.quality)
@@ -116,6 +119,13 @@ def front_chart(front: Front) -> Chart:
         named=_uncluttered(named, marks, y_scale),
         names_below=front.better == "lower" and not timed,
     )
+
+
+def _second_stages(front: Front) -> tuple[Mark, ...]:
+    """Pairs of marks: what a second stage (LoRA) began with, and where it ended."""
+    begun = {candidate.point.configuration: candidate for candidate in front.candidates}
+    pairs = [(begun[c.point.began_with], c) for c in front.candidates if c.point.began_with in begun]
+    return tuple(Mark(c.gain.value, c.quality.value, c.point.label, ()) for pair in pairs for c in pair)
 
 
 def _edges(front: Front) -> dict[str, tuple[Candidate, ...]]:

@@ -95,8 +95,10 @@ def _edge(axes: Any, chart: Chart, series: Series, dashes: str) -> None:
     style = {"color": "#888888", "linewidth": 1, "linestyle": dashes, "label": series.name, "zorder": 1}
     if series.line in ("steps", "steps after"):
         axes.step(xs, ys, where="pre" if series.line == "steps" else "post", **style)
-    else:
-        axes.plot(xs, ys, **style)
+        return
+    step = 2 if series.line == "pairs" else len(xs)
+    for i in range(0, len(xs), step):
+        axes.plot(xs[i : i + step], ys[i : i + step], **(style if i == 0 else {**style, "label": None}))
 
 
 def _series(axes: Any, chart: Chart, series: Series, colour: str, shape: str) -> None:

@@ -29,7 +29,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Point:
-    """One configuration. `extra` says what sets it apart from others of the same mode, sparsity, G and steps."""
+    """One configuration. `extra` says what sets it apart from others of the same mode, sparsity, G and steps.
+
+    `began_with` is the configuration that a second stage started from.
+    """
 
     model: str
     stage: str
@@ -42,6 +45,7 @@ class Point:
     figures: dict[str, Figure]
     runs: tuple[str, ...]
     extra: str = ""
+    began_with: str | None = None
 
     @property
     def series(self) -> str:
@@ -108,6 +112,7 @@ def points(frame: pd.DataFrame) -> list[Point]:
                 configuration=str(configuration),
                 figures={name: figure for name in figure_columns(frame) if (figure := _figure(rows, name))},
                 runs=tuple(dict.fromkeys(rows["run"])),
+                began_with=next(iter(rows["began_with"].dropna()), None),
             )
         )
     return _told_apart(sorted(made, key=_order))

@@ -231,9 +231,12 @@ def document_of(report: Report) -> dict[str, Any]:
 
 
 def _model_document(model: ModelReport) -> dict[str, Any]:
+    labels = {point.configuration: point.label for point in model.points}
     return {
         "model": model.model,
-        "points": [_point_document(point) for point in model.points],
+        "points": [
+            _point_document(point) | {"began_with": labels.get(point.began_with or "")} for point in model.points
+        ],
         "pareto": [_front_document(front) for front in model.fronts],
         "sweeps": [
             {"axis": sweep.axis, "lines": {name: [point.label for point in made] for name, made in sweep.lines}}

@@ -161,7 +161,10 @@ def _line(series: Series, places: Sequence[tuple[float, float]], css: str) -> st
         return ""
     x, y = places[0]
     path = f"M{x:.1f} {y:.1f}"
-    for x, y in places[1:]:
+    for i, (x, y) in enumerate(places[1:], start=1):
+        if series.line == "pairs" and i % 2 == 0:
+            path += f"M{x:.1f} {y:.1f}"
+            continue
         # steps: between two points of a front only the quality of the one with more gain can be had
         steps = {"steps": f"V{y:.1f}H{x:.1f}", "steps after": f"H{x:.1f}V{y:.1f}"}
         path += steps.get(series.line, f"L{x:.1f} {y:.1f}")
