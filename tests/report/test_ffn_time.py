@@ -14,6 +14,7 @@ from widecli.report.pareto import Front
 from widecli.report.points import Point, points
 from widecli.report.report import build, html_page
 from widecli.report.summaries import front_table
+from widecli.report.sweeps import sweeps
 
 # `skipped(0.5)` of the stored runs: the FFN's rate is 0.4, so 0.6 of it runs
 PERPLEXITIES = {(16, None): 50.0, (64, None): 60.0, (16, 64): 55.0, (16, 16): 90.0}
@@ -92,6 +93,12 @@ def test_bits_and_patterns_have_a_front_each(study: Path) -> None:
     assert {series.line for series in chart.series if not series.dots} == {"steps after"}
     page = html_page(build([study]))
     assert 'class="line edge dotted"' in page and "tiny: token perplexity, wikitext2 against FFN time" in page
+
+
+def test_sweeps_of_patterns_say_how_many(study: Path) -> None:
+    write_pair(study, "g64-c64", perplexity=66.0, group_size=64, patterns=64, mode="patterns", accuracy=None)
+    (sweep,) = sweeps(read(study)[0])
+    assert sorted(name for name, _ in sweep.lines) == ["patterns, S 50 %, C 64, 300 steps", "wide, S 50 %, 300 steps"]
 
 
 def test_what_was_not_timed_is_left_out_and_said(study: Path) -> None:

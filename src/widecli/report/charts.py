@@ -17,7 +17,7 @@ from widecli.report.sweeps import Sweep, ThroughputPoint, share_curves
 Scale = Literal["linear", "log"]
 # A step changes y before x moves on, or after; pairs are joined two by two.
 Line = Literal["none", "straight", "steps", "steps after", "pairs"]
-_NAME_WIDTH, _NAME_HEIGHT = 0.2, 0.06  # what a name beside a mark takes of a plot
+_LETTER_WIDTH, _NAME_HEIGHT = 0.0143, 0.06  # what a name beside a mark takes of a plot
 _WIDE_RANGE = 4  # largest / smallest above which an axis is logarithmic
 
 
@@ -172,10 +172,14 @@ def _uncluttered(
 
     width, height = (max(values) - min(values) or 1.0 for values in zip(*map(place, marks), strict=True))
     kept: list[tuple[Mark, str]] = []
+
+    def overlaps(mark: Mark, text: str, other: Mark, other_text: str) -> bool:
+        (x, y), (other_x, other_y) = place(mark), place(other)
+        left = text if x < other_x else other_text  # names stand on the right of their marks
+        return abs(x - other_x) < _LETTER_WIDTH * len(left) * width and abs(y - other_y) < _NAME_HEIGHT * height
+
     for mark, text in named:
-        x, y = place(mark)
-        shifts = [(abs(x - other_x) / width, abs(y - other_y) / height) for other_x, other_y in map(place, dict(kept))]
-        if not any(dx < _NAME_WIDTH and dy < _NAME_HEIGHT for dx, dy in shifts):
+        if not any(overlaps(mark, text, *other) for other in kept):
             kept.append((mark, text))
     return tuple(kept)
 

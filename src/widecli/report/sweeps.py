@@ -65,6 +65,8 @@ def _line_name(point: Point, axis: Axis) -> str:
         parts.append(f"S {100 * point.sparsity:.4g} %")
     if axis != "group_size" and point.group_size is not None:
         parts.append(f"G {point.group_size:.0f}")
+    if point.patterns is not None:
+        parts.append(f"C {point.patterns:.0f}")
     if point.steps is not None:
         parts.append(f"{point.steps:.0f} steps")
     return ", ".join([*parts, *([point.extra] if point.extra else [])])
