@@ -137,7 +137,7 @@ def starts(evals: dict[str, dict[str, Any]], runs: dict[str, dict[str, Any]]) ->
 
 def speed() -> str:
     """Training speed: all documents of `python -m widecli.train.speed` here, as `wide report` shows them."""
-    return markdown(scaling_table(scaling_points(find_runs([HERE]).documents)))
+    return markdown(scaling_table(scaling_points(find_runs([HERE]).documents))).removeprefix("#")  # a section
 
 
 def settings(name: str) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def main() -> None:
         tasks(again),
         "\n## The start of the routers, S = 0.5\n",
         starts(evals, runs),
-        "\n## Training speed\n",
+        "",
         speed(),
     ]
     (HERE / "README.md").write_text("\n".join(parts))

@@ -104,7 +104,7 @@ def test_documents_stand_in_the_report_with_their_files(measured: Path) -> None:
     write_calibration(measured, "x")
     report = build([measured])
     page, document = html_page(report), document_of(report)
-    assert page.count("<h2>Training speed</h2>") == 1 and "Llama-3.1-8B: training speed by cards" in page
+    assert page.count("Training speed by layout and cards</h") == 1 and "Llama-3.1-8B: training speed by cards" in page
     assert page.count('href="#run-two.json"') == 2 and 'id="run-two.json"' in page
     assert [entry["file"] for entry in document["measurements"]] == ["four.json", "one.json", "two.json"]
     assert len(document["training_speed"]) == 5

@@ -193,8 +193,8 @@ def html_page(report: Report) -> str:
         if comparisons:
             sections.append(Section(f"{model.model}: comparisons behind the plots", tuple(comparisons)))
     if report.scaling:
-        title = "Training speed"
-        sections.append(Section(title, (scaling_table(report.scaling), *scaling_charts(report.scaling))))
+        table = scaling_table(report.scaling)
+        sections.append(Section(table.title, (table, *scaling_charts(report.scaling))))
     sections.append(Section("The paper's figures", (published_table(),)))
     if report.notes:
         sections.append(Section("Notes", (Lines(report.notes),)))

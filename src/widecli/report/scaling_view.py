@@ -24,7 +24,6 @@ def scaling_table(measured: Sequence[ScalingPoint]) -> Table:
     rows = [_row(point, measured) for point in measured]
     columns = (
         Column("model", "model"),
-        Column("shape", "shape", importance=7),
         Column("layout", "layout"),
         Column("cards", "cards", "count"),
         Column("batch", "global\nbatch", "count", 2),
@@ -38,12 +37,13 @@ def scaling_table(measured: Sequence[ScalingPoint]) -> Table:
         Column("estimate_error", "estimate\noff by, %", "percent", 2),
         Column("hours", f"h for {_STEPS}\nsteps", "figure", 1),
         Column("hours_tenth", "h for a\ntenth", "figure", 4),
+        Column("shape", "shape", importance=7),
         Column("device", "device", importance=6),
         Column("runs", "file", importance=5),
         Column("command", "command", importance=8),
     )
     names = tuple((point.document,) for point in measured)
-    return Table("training-speed", "training speed by layout and cards", columns, tuple(rows), _CAPTION, names).filled()
+    return Table("training-speed", "Training speed by layout and cards", columns, tuple(rows), _CAPTION, names).filled()
 
 
 def _row(point: ScalingPoint, measured: Sequence[ScalingPoint]) -> dict[str, Value]:
