@@ -95,6 +95,18 @@ def test_bits_and_patterns_have_a_front_each(study: Path) -> None:
     assert 'class="line edge dotted"' in page and "tiny: token perplexity, wikitext2 against FFN time" in page
 
 
+def test_a_name_stands_once_at_the_best_of_its_kind(study: Path) -> None:
+    changes = ("train.learning_rate=0.1",)
+    write_pair(
+        study, "worse", perplexity=58.0, group_size=16, patterns=64, mode="patterns", accuracy=None, changes=changes
+    )
+    chart = front_chart(only_front(study))
+    assert {text: mark.y for mark, text in chart.named} == {
+        **{"dense": 20.0, "G 16": 50.0, "G 64": 60.0},
+        **{"G 16, C 64": 55.0, "G 16, C 16": 90.0},
+    }
+
+
 def test_sweeps_of_patterns_say_how_many(study: Path) -> None:
     write_pair(study, "g64-c64", perplexity=66.0, group_size=64, patterns=64, mode="patterns", accuracy=None)
     (sweep,) = sweeps(read(study)[0])

@@ -116,7 +116,7 @@ def front_chart(front: Front) -> Chart:
         x_percent=is_share(front.gain),
         y_percent=y_percent,
         y_scale=y_scale,
-        named=_uncluttered(named, marks, y_scale),
+        named=_uncluttered(_once(named) if timed else named, marks, y_scale),
         names_below=front.better == "lower" and not timed,
     )
 
@@ -155,6 +155,14 @@ def _gained(gain: str) -> str:
     if gain.startswith(FFN_TIME):
         return "FFN time"
     return "FLOPs skipped" if gain.startswith("flops ") else f"{gain.split(' ')[0].upper()} speed-up"
+
+
+def _once(named: Sequence[tuple[Mark, str]]) -> list[tuple[Mark, str]]:
+    """Each name at the lowest of the marks that share it: the best perplexity of one G and C."""
+    lowest: dict[str, Mark] = {}
+    for mark, text in sorted(named, key=lambda pair: pair[0].y):
+        lowest.setdefault(text, mark)
+    return [(mark, text) for text, mark in lowest.items()]
 
 
 def _scale(values: Iterable[float]) -> Scale:
