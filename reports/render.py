@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from contextlib import chdir
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -16,14 +17,21 @@ import render_patterns
 import render_profile
 from render_kernels import table
 
+from widecli.report import plots
+from widecli.report.find import find_runs
+from widecli.report.report import Report, build, html_page
+from widecli.report.scaling import scaling_points
+from widecli.report.scaling_view import scaling_table
+from widecli.report.tables import markdown
+
 HERE = Path(__file__).parent
 PLAIN, ARTICLES, PATTERNS = "smollm2-h200", "smollm2-h200-articles", "smollm2-h200-patterns"
 HEAD = """# Measured results
 
 Written by `reports/render.py` from the records in this folder; no figure is typed by hand. Each row names its runs:
 `<folder>/calibrate-NAME` and `<folder>/eval-NAME` hold `summary.json`, `recipe.yaml` and `environment.json` (command,
-versions, device), the calibration also `metrics.jsonl`. `page/` is what `wide report reports/smollm2-h200
-reports/smollm2-h200-patterns reports/profile --format html,png` makes of them.
+versions, device), the calibration also `metrics.jsonl`. `page/` is the page, and some of the plots, that `wide report
+reports/smollm2-h200 reports/smollm2-h200-patterns reports/profile reports/kernels` makes of them.
 """
 PLAIN_HEAD = """## SmolLM2-135M on one H200: what is kept
 
@@ -131,13 +139,8 @@ def starts(evals: dict[str, dict[str, Any]], runs: dict[str, dict[str, Any]]) ->
 
 
 def speed() -> str:
-    """Training speed, one choice at a time."""
-    document = json.loads((HERE / PLAIN / "train_speed.json").read_text())
-    rows = [
-        [r["variant"], f"{r['tokens_per_second']:,.0f}", f"{r['peak_memory_bytes'] / 2**30:.1f}"]
-        for r in document["results"]
-    ]
-    return table(["step", "tokens/s", "peak memory, GiB"], rows)
+    """Training speed: all documents of `python -m widecli.train.speed` here, as `wide report` shows them."""
+    return markdown(scaling_table(scaling_points(find_runs([HERE]).documents))).removeprefix("#")  # a section
 
 
 def settings(name: str) -> dict[str, Any]:
@@ -197,8 +200,30 @@ def insert(path: Path, mark: str, text: str) -> None:
     path.write_text(f"{before}{begin}\n{text}{end}{after}")
 
 
+def write_page() -> None:
+    """The page that `wide report` makes of the records here, and the plots that the READMEs show, in `page`.
+
+    Without matplotlib the plots stay as they are.
+    """
+    with chdir(HERE.parent):  # paths in the page are as seen from there
+        whole, by_patterns = (
+            build([f"reports/{name}" for name in names])
+            for names in ((PLAIN, PATTERNS, "profile", "kernels"), (PATTERNS, "kernels"))
+        )
+    (HERE / "page" / "index.html").write_text(html_page(whole))
+    draw_first(whole, "pareto-smollm2-135m-perplexity-wikitext2-flops", "pareto.png")
+    draw_first(by_patterns, "pareto-smollm2-135m-perplexity-wikitext2-ffn-time", "ffn_time.png")
+
+
+def draw_first(report: Report, name: str, picture: str) -> None:
+    """The first plot whose name begins with `name`, where matplotlib is installed."""
+    chart = next(chart for chart in report.charts() if chart.name.startswith(name))
+    if plots.available():
+        (HERE / "page" / picture).write_bytes(plots.draw(chart, "png"))
+
+
 def main() -> None:
-    """Write README.md here, the tables of the project's README, and the pages of kernels and profiles."""
+    """Write README.md here, the page, the tables of the project's README, and the pages of kernels and profiles."""
     evals, runs = load(PLAIN, "eval"), load(PLAIN, "calibrate")
     for name, run in runs.items():
         run["settings"] = settings(name)
@@ -211,16 +236,18 @@ def main() -> None:
         quality(again, load(ARTICLES, "calibrate")),
         render_patterns.HEAD,
         render_patterns.quality(load(PATTERNS, "eval")),
+        render_patterns.PICTURE,
         "\n## By task, %\n",
         tasks(evals),
         tasks(again),
         "\n## The start of the routers, S = 0.5\n",
         starts(evals, runs),
-        "\n## Training speed, S = 0.5, 32 x 1024 tokens a step, one H200\n",
+        "",
         speed(),
     ]
     (HERE / "README.md").write_text("\n".join(parts))
     insert(HERE.parent / "README.md", "results", readme_table())
+    write_page()
     render_kernels.render(HERE / "kernels")
     record = json.loads((HERE / "kernels" / "h200.json").read_text())
     insert(HERE.parent / "README.md", "kernels", render_kernels.short(record))

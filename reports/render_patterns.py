@@ -18,6 +18,13 @@ training; `p16` and `p64`: trained with C = 64 patterns, fitted at the start and
 gradient, or fitted again every 50 steps. Patterns for the FFN only: three head groups have all eight. Several seeds:
 mean ± standard deviation. Folder: `smollm2-h200-patterns`.
 """
+PICTURE = """
+![Perplexity against measured FFN time, for bits and patterns](page/ffn_time.png)
+
+The same rows against what their decisions cost: the time of an FFN in Llama-3.1-8B shapes, from `kernels/`, as a share
+of dense, where G and C were timed. The [page](page/index.html) has the table, what was not timed, and the rule by which
+rows and times are joined.
+"""
 Runs = Mapping[str, dict[str, Any]]
 
 

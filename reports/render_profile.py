@@ -14,6 +14,11 @@ from typing import Any, NamedTuple
 
 from render_kernels import table
 
+from widecli.report.find import StoredRun
+from widecli.report.summaries import share_table
+from widecli.report.sweeps import throughput
+from widecli.report.tables import markdown
+
 HEAD = """# Profiles
 
 Written by `reports/render.py` from the records in this folder; no figure is typed by hand. Times are medians. TTFT is
@@ -37,7 +42,6 @@ PARTS = {
     "launch_gaps": "launch gaps",
 }
 _FLAT = 5e-3  # share of a step below which a part has no row
-_CURVE = 3  # shares of skipping that make a curve
 _END_TO_END_TOKENS = (64, 128, 512)
 
 Point = dict[str, Any]
@@ -161,23 +165,12 @@ def end_to_end(records: list[Record]) -> str:
 
 
 def curves(records: list[Record]) -> str:
-    """Speed-up by what is skipped, where a run has several shares."""
-    found: dict[tuple[Any, ...], dict[float, float]] = defaultdict(dict)
-    for record, point in _everything(records):
-        key = (record.summary["model"], point["phase"], point["batch"], point["prompt"], groups_of(point), record.name)
-        found[key][point["sparsity"]] = point["speedup"]
-    found = {key: by for key, by in found.items() if len(by) >= _CURVE}
-    shares = sorted({share for by in found.values() for share in by})
-    rows = [
-        [
-            *(model, phase.upper(), str(batch), f"{prompt:,}", groups),
-            *(f"{by[share]:.2f}x" if share in by else "" for share in shares),
-            f"`{name}`",
-        ]
-        for (model, phase, batch, prompt, groups, name), by in found.items()
-    ]
-    head = ["model", "phase", "batch", "prompt", "masks", *(f"{100 * share:g} %" for share in shares), "run"]
-    return table(head, rows) if rows else ""
+    """Speed-up by what is skipped, where a run has several shares, as `wide report` shows it."""
+    models = {record.name: record.summary["model"] for record in records}
+    runs = [StoredRun(Path(name), name, summary, {}, known) for name, summary, known in records]
+    measured = throughput(runs, models)
+    tables = [share_table(model, [p for p in measured if p.model == model]) for model in dict.fromkeys(models.values())]
+    return "\n".join(markdown(made) for made in tables if made.rows)
 
 
 def breakdowns(records: list[Record]) -> str:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from widecli.evaluate.protocol import PAPER_TASKS
+from widecli.ranks import Ranks
 from widecli.recipe.load import dump, recipe_hash, resolve
 from widecli.track.summary import completed
+from widecli.train.speed import document_of
 
 PLAN = {
     "attention_group_size": 3,
@@ -37,14 +39,17 @@ def backbone(model: str) -> dict[str, Any]:
     return {"id": model, "revision": None, "config_hash": "c" * 16, "weights_hash": f"{model}-weights"}
 
 
-def settings(sparsity: float, group_size: int, mode: str, seed: int, changes: tuple[str, ...] = ()) -> dict[str, Any]:
+def settings(
+    sparsity: float, group_size: int, mode: str, seed: int, changes: tuple[str, ...] = (), patterns: int | None = None
+) -> dict[str, Any]:
     """The parts of a summary and the recipe that one configuration has."""
     keys = [f"routing.ffn_group_size={group_size}", f"routing.mode={mode}", f"budget.sparsity={sparsity}"]
     recipe = resolve(None, [*keys, f"train.seed={seed}", *changes]).recipe
     return {
         "recipe": dump(recipe),
         "hash": recipe_hash(recipe),
-        "plan": {**PLAN, "ffn_group_size": group_size, "mode": mode},
+        "plan": {**PLAN, "ffn_group_size": group_size, "mode": mode}
+        | ({"patterns": {"count": patterns, "segments": 1, "parts": "ffn"}} if patterns else {}),
         "steps": recipe.train.steps,
     }
 
@@ -67,9 +72,13 @@ def write_calibration(
     model: str = "tiny",
     command: str = "calibrate",
     changes: tuple[str, ...] = (),
+    patterns: int | None = None,
+    began_with: str = "other",
 ) -> Path:
-    made = settings(sparsity, group_size, mode, seed, changes)
-    second = {"adapter": {"rank": 16}, "objective": "lm", "routers": "trained", "origin": {"checkpoint": "runs/other"}}
+    """`began_with`: the name of the calibration that a second stage started from."""
+    made = settings(sparsity, group_size, mode, seed, changes, patterns)
+    start = {"checkpoint": f"runs/calibrate-{began_with}/checkpoints/step-000300", "step": made["steps"]}
+    second = {"adapter": {"rank": 16}, "objective": "lm", "routers": "trained", "origin": start}
     return write_run(
         folder,
         command,
@@ -132,9 +141,10 @@ def write_evaluation(
     model: str = "tiny",
     command: str = "calibrate",
     changes: tuple[str, ...] = (),
+    patterns: int | None = None,
 ) -> Path:
     """An evaluation of the checkpoint of `<command>-<of>`, or of the dense model when `of` is None."""
-    made = settings(sparsity, group_size, mode, seed, changes)
+    made = settings(sparsity, group_size, mode, seed, changes, patterns)
     routed = of is not None
     beside = None
     if routed and dense is not None:
@@ -166,7 +176,11 @@ def write_evaluation(
 
 def write_pair(folder: Path, name: str, *, perplexity: float, accuracy: float | None = 0.4, **options: Any) -> None:
     """A calibration and its evaluation."""
-    shared = {k: options[k] for k in ("sparsity", "group_size", "mode", "seed", "model", "changes") if k in options}
+    shared = {
+        k: options[k]
+        for k in ("sparsity", "group_size", "mode", "seed", "model", "changes", "patterns")
+        if k in options
+    }
     write_calibration(folder, name, **shared)
     write_evaluation(folder, name, of=name, perplexity=perplexity, accuracy=accuracy, **options)
 
@@ -186,7 +200,14 @@ def write_profile(
 
 
 def speed_point(
-    phase: str, speedup: float, *, batch: int = 1, prompt: int = 1024, masks: str = "learned"
+    phase: str,
+    speedup: float,
+    *,
+    batch: int = 1,
+    prompt: int = 1024,
+    masks: str = "learned",
+    sparsity: float = 0.5,
+    group_size: int = 64,
 ) -> dict[str, Any]:
     def times(p50: float) -> dict[str, Any]:
         return {"p50_ms": p50, "p90_ms": 1.1 * p50, "p99_ms": 1.2 * p50, "min_ms": 0.9 * p50, "n": 50}
@@ -196,11 +217,62 @@ def speed_point(
         "batch": batch,
         "prompt": prompt,
         "gen": 128,
-        "sparsity": 0.5,
-        "group_size": 64,
+        "sparsity": sparsity,
+        "group_size": group_size,
         "masks": masks,
         "dense": times(10.0 * speedup),
         "routed": times(10.0),
         "speedup": speedup,
         "run": None,
     }
+
+
+def layout_result(
+    layout: str, cards: int, speed: float, *, peak: float | None = 40.0, estimated: float = 44.0
+) -> dict[str, Any]:
+    """What `widecli.train.scaling.measure` says of a layout; memory in GiB."""
+    return {
+        "layout": layout,
+        "ranks": cards,
+        "micro_batch_size": 1,
+        "tokens_per_second": speed,
+        "peak_memory_bytes": None if peak is None else peak * 2**30,
+        "estimated_memory_bytes": estimated * 2**30,
+        "first_loss": 12.0,
+    }
+
+
+def write_training_speed(
+    path: Path, cards: int, results: list[dict[str, Any]], *, batch: int = 8, changes: tuple[str, ...] = ()
+) -> Path:
+    """A document of `python -m widecli.train.speed --random` on so many cards, for Llama-3.1-8B."""
+    keys = ["model.name=meta-llama/Llama-3.1-8B", "data.sequence_length=4096", f"train.batch_size={batch}"]
+    recipe = resolve(None, [*keys, *changes]).recipe
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document_of(recipe, 4, results, Ranks(size=cards)), indent=2))
+    return path
+
+
+def ffn_record(
+    group_size: int, routed: float, *, patterns: int | None = None, bits: float | None = None, **changes: Any
+) -> dict[str, Any]:
+    """A whole FFN as `wide_kernels.benchmarks.measure.measured` records it; dense takes 10 ms."""
+
+    def times(p50: float) -> dict[str, float]:
+        return {"p50_ms": p50, "p90_ms": 1.1 * p50, "min_ms": 0.9 * p50, "n": 8}
+
+    baselines = {"dense ffn": times(10.0)} | ({} if bits is None else {"independent bits": times(bits)})
+    kind = {"masks": "random", "dtype": "bf16"}
+    if patterns is not None:
+        kind = {"patterns": patterns, "frequency": "even", "waste": 0.1, "dtype": "bfloat16"}
+    sizes = {"op": "ffn", "model": "llama-3.1-8b", "rows": 16384, "group_size": group_size, "density": 0.5}
+    return {**kind, **sizes, "routed": times(routed), "baselines": baselines, "best_dense": "dense ffn", **changes}
+
+
+def write_kernels(path: Path, results: list[dict[str, Any]]) -> Path:
+    """A document of `python -m wide_kernels.bench`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    environment = {"gpu": "NVIDIA H200", "torch": "2.11", "revision": None, "arguments": ["--patterns"]}
+    document = {"schema": "wide_kernels.bench/1", "environment": environment, "checks": {"done": 1, "wrong": []}}
+    path.write_text(json.dumps({**document, "results": results}, indent=1))
+    return path

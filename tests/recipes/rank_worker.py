@@ -15,6 +15,7 @@ from whole_commands import BATCH, QUESTIONS, STRONG, invoke
 
 from widecli import ranks
 from widecli.errors import UsageError
+from widecli.train import speed
 
 
 def refusal(call: Any, *arguments: Any) -> str | None:
@@ -46,6 +47,8 @@ def main(folder: Path) -> None:
         run("lora", *lora, "distributed.shard=full", "lora.objective=distill", "--run-dir", "lora")
         run("eval", "eval", "one", "--no-dense", *QUESTIONS, "--run-dir", "eval-two")
         run("few windows", "eval", "one", "--no-dense", "eval.perplexity_windows=1", "--run-dir", "eval-few")
+        sys.argv = ["speed.py", "tiny.yaml", *BATCH, "--random", "--layout", "dealt", "--out", "speed.json"]
+        speed.main()
 
         # one rank's own idea of things
         found["differences"] = refusal(group.refuse_differences, {"train.seed": 3, "train.steps": group.rank})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
@@ -43,6 +44,19 @@ def check_point(
         assert figures["tokens_per_second"] == pytest.approx(1e3 * tokens / figures["p50_ms"])
     assert point["speedup"] == pytest.approx(point["dense"]["p50_ms"] / point["routed"]["p50_ms"])
     assert Path(point["run"], "summary.json").is_file()
+
+
+def test_the_report_draws_what_a_sweep_over_shares_measured(wide: Wide, workplace: Path) -> None:
+    done = wide("profile", *SHAPE, "--ttft", "--prompt", 8, "--sparsity", "0,0.3,0.6", "--G", "64,128", "--json")
+    assert done.code == 0, done.err
+    assert wide("report", "--format", "csv,md,html", "--out", "out").code == 0
+    rows = list(csv.DictReader((workplace / "out" / "tables" / "shares-128x256x2.csv").open()))
+    measured = {(p["group_size"], f"share {p['sparsity']:g}"): p["speedup"] for p in done.document["points"]}
+    routed = [row for row in rows if "published" not in row["phase"]]
+    assert {(float(row["group_size"]), key): float(row[key]) for row in routed for key in row if key[:6] == "share "
+            and row[key]} == measured  # fmt: skip
+    assert [row["runs"] for row in routed] == [Path(done.document["run_dir"]).name] * 2
+    assert "128x256x2: TTFT speed-up by sparsity" in (workplace / "out" / "report.html").read_text()
 
 
 def test_a_shape_over_a_grid(wide: Wide, workplace: Path) -> None:

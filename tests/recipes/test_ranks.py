@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from whole_commands import BATCH, QUESTIONS, STRONG, Wide, invoke, write_questions, write_recipe
 
 from widecli.model import checkpoint
+from widecli.report.documents import read_document
 
 # fp32 on a CPU: the same sums in another order. A decision near its threshold could flip; here none does.
 LOSS, WEIGHTS = 1e-5, 1e-3
@@ -112,6 +113,15 @@ def assert_same_training(one: Path, other: Path, steps: int, loss: float = LOSS)
     theirs = load_file(other / path)
     for key, value in load_file(one / path).items():
         assert (theirs[key] - value).abs().max() < WEIGHTS, key
+
+
+@pytest.mark.slow
+def test_two_ranks_measure_their_training_speed_together(place: Path) -> None:
+    document = read_document(place / "speed.json")
+    assert document["command"].startswith("torchrun --nproc-per-node 2 -m widecli.train.speed tiny.yaml ")
+    (result,) = document["results"]
+    assert document["ranks"] == result["ranks"] == 2 and result["layout"] == "dealt"
+    assert (result["batch_size"], result["micro_batch_size"]) == (6, 3)
 
 
 @pytest.mark.slow

@@ -183,6 +183,7 @@ def test_a_profile_of_every_calibration_and_every_adapter_joins(
     report = wide("report", done.document["run_dir"], "--format", "csv", "--json")
     (model,) = report.document["models"]
     assert [point["stage"] for point in model["points"]] == ["calibrate", "lora"]
+    assert [point["began_with"] for point in model["points"]] == [None, model["points"][0]["label"]]
     assert all("ttft b1 p16" in point["figures"] for point in model["points"])
     together = wide("sweep", tiny_recipe, "--stages", "profile", "--jobs-per-gpu", 2)
     together.refused_with("--jobs-per-gpu 2", "profile")

@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stored_runs import write_calibration, write_evaluation, write_pair
+from widecli.report import plots
+from widecli.report.charts import front_chart
 from widecli.report.find import find_runs
 from widecli.report.load import load
 from widecli.report.pareto import fronts
 from widecli.report.points import Figure, Point, points
+from widecli.report.report import build
+from widecli.report.svg import chart_svg, legend
 
 VALUES = st.integers(0, 6).map(float)  # few values: ties happen
 
@@ -59,6 +66,49 @@ def test_the_comparisons_of_a_study(runs: Path) -> None:
     assert token.dominated_by is not None and token.dominated_by.sparsity == 0.5
     speed = found["retention [all]", "ttft b1 p1024"]
     assert [(c.point.mode, c.gain.value) for c in speed.candidates] == [("dense", 1.0), ("wide", 1.2)]
+
+
+def test_a_point_is_dominated_by_points_of_its_own_model_alone(tmp_path: Path) -> None:
+    for model, worst in (("small", 60.0), ("large", 12.0)):
+        write_evaluation(tmp_path, f"dense-{model}", perplexity=worst / 3, accuracy=None, model=model)
+        for name, sparsity, perplexity in (("s25", 0.25, worst / 2), ("s50", 0.5, worst), ("token", 0.4, 1.1 * worst)):
+            options = {"model": model, "sparsity": sparsity, "mode": "token" if name == "token" else "wide"}
+            write_pair(tmp_path, f"{model}-{name}", perplexity=perplexity, accuracy=None, dense=None, **options)
+    found = {}
+    for report in build([tmp_path]).models:
+        (front,) = report.fronts
+        assert {c.point.model for c in front.candidates} == {report.model}
+        winners = [c.dominated_by for c in front.candidates if c.dominated_by is not None]
+        assert {winner.model for winner in winners} == {report.model}
+        found[report.model] = {c.point.label for c in front.candidates if c.dominated_by is not None}
+        chart = front_chart(front)
+        hollow = {mark.label for series in chart.series if series.dots for mark in series.marks if mark.hollow}
+        assert hollow == found[report.model]
+    # every figure of the large model beats all of the small one's, and dominates none of them
+    assert found == {model: {"token, S 40 %, 300 steps"} for model in ("small", "large")}
+
+
+def second_stage(folder: Path, name: str, began_with: str, **options: Any) -> None:
+    write_calibration(folder, name, command="lora", began_with=began_with, sparsity=options["sparsity"])
+    write_evaluation(folder, f"lora-{name}", of=name, command="lora", accuracy=None, **options)
+
+
+def test_a_second_stage_is_joined_to_the_calibration_it_began_with(tmp_path: Path) -> None:
+    write_pair(tmp_path, "s25", perplexity=25.0, accuracy=None, sparsity=0.25)
+    write_pair(tmp_path, "s50", perplexity=60.0, accuracy=None, sparsity=0.5)
+    second_stage(tmp_path, "a", "s50", perplexity=40.0, sparsity=0.5)
+    second_stage(tmp_path, "b", "s25", perplexity=22.0, sparsity=0.25)
+    second_stage(tmp_path, "c", "gone", perplexity=23.0, sparsity=0.3)
+    (model,) = build([tmp_path]).models
+    chart = front_chart(model.fronts[0])
+    (line,) = [series for series in chart.series if series.line == "pairs"]
+    ends = [mark.y for mark in line.marks]
+    assert sorted(zip(ends[::2], ends[1::2], strict=True)) == [(25.0, 22.0), (60.0, 40.0)]
+    assert line.name in legend(chart)
+    paths = re.findall(r'<path class="line [^"]*" d="([^"]*)"', chart_svg(chart))
+    assert any(re.fullmatch(r"(M[\d. ]+L[\d. ]+){2}", path) for path in paths)  # two strokes, not joined
+    if plots.available():
+        assert plots.draw(chart, "svg").startswith(b"<?xml")
 
 
 def test_dense_models_alone_make_no_front(runs: Path) -> None:

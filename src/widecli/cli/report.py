@@ -19,7 +19,7 @@ Folders = Annotated[
     list[Path] | None,
     typer.Argument(
         metavar="[RUNS]...",
-        help="Run directories, or folders that hold some (default: runs/).",
+        help="Run directories, measurements (*.json), or folders that hold some (default: runs/).",
         show_default=False,
     ),
 ]
@@ -34,7 +34,7 @@ Out = Annotated[
 
 
 def report(runs: Folders = None, formats: Formats = None, out: Out = None, json: options.Json = False) -> None:
-    """Render what runs recorded: summary, Pareto fronts, sweeps, the runs behind every figure.
+    """Render what runs recorded: summary, Pareto fronts, sweeps, training speed, the runs behind every figure.
 
     Runs of different models are kept apart, seeds are averaged, and the paper's own figures stand beside, labelled.
     """
@@ -85,9 +85,11 @@ def drawable(wanted: list[str], *, asked: bool) -> list[str]:
 
 def show(report: Report) -> None:
     """The tables that a terminal has room for."""
+    from widecli.report.scaling_view import scaling_table
     from widecli.report.summaries import (
         front_line,
         published_table,
+        share_table,
         summary_table,
         sweep_table,
         tasks_table,
@@ -99,7 +101,8 @@ def show(report: Report) -> None:
     for model in report.models:
         tables = [summary_table(model.points), tasks_table(model.points)] if model.points else []
         tables += [sweep_table(sweep) for sweep in model.sweeps]
-        tables += [throughput_table(model.model, model.throughput)] if model.throughput else []
+        if model.throughput:
+            tables += [share_table(model.model, model.throughput), throughput_table(model.model, model.throughput)]
         for table in tables:
             if table.rows:
                 console.print(terminal(table, width))
@@ -107,6 +110,8 @@ def show(report: Report) -> None:
             if not front.quality.startswith("average "):  # the retention says it
                 note(front_line(front))
         note("")
+    if report.scaling:
+        console.print(terminal(scaling_table(report.scaling), width))
     console.print(terminal(published_table(), width))
     for line in report.notes:
         note(line)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from widecli.report.load import DENSE
-from widecli.report.pareto import Front, qualities
+from widecli.report.pareto import FFN_TIME, Candidate, Front, judged, qualities
 from widecli.report.points import Figure, Point, best_protocol, items_of
-from widecli.report.reference import PUBLISHED
-from widecli.report.sweeps import Sweep, ThroughputPoint
+from widecli.report.reference import PUBLISHED, Published
+from widecli.report.sweeps import Sweep, ThroughputPoint, share_curves
 
 Scale = Literal["linear", "log"]
-_NAME_WIDTH, _NAME_HEIGHT = 0.2, 0.06  # what a name beside a mark takes of a plot
+# A step changes y before x moves on, or after; pairs are joined two by two.
+Line = Literal["none", "straight", "steps", "steps after", "pairs"]
+_LETTER_WIDTH, _NAME_HEIGHT = 0.0143, 0.06  # what a name beside a mark takes of a plot
 _WIDE_RANGE = 4  # largest / smallest above which an axis is logarithmic
 
 
@@ -34,11 +36,11 @@ class Mark:
 
 @dataclass(frozen=True)
 class Series:
-    """Marks of one colour; `line` joins them by rising x. Without `dots` only the line; `published`: in grey."""
+    """Marks of one colour; `line` joins them by rising x. Without `dots` a dashed line alone; `published`: in grey."""
 
     name: str
     marks: tuple[Mark, ...]
-    line: Literal["none", "straight", "steps"] = "none"
+    line: Line = "none"
     dots: bool = True
     published: bool = False
 
@@ -69,62 +71,123 @@ def slug(text: str) -> str:
 
 
 def front_chart(front: Front) -> Chart:
-    """Quality against gain: a colour for each mode, dominated points hollow, the front as a line of steps."""
-    percent = front.gain.startswith("flops ")
-    on_front = front.front
+    """Quality against gain: a colour for each mode, dominated points hollow, the front as a line of steps.
+
+    Against FFN time, bits and patterns have a front each: on it a point may be hollow, dominated by the others' one.
+    """
+    timed = front.gain.startswith(FFN_TIME)
     colours: dict[str, list[Mark]] = {}
     named = []
     for candidate in front.candidates:
-        point = candidate.point
+        point, winner = candidate.point, candidate.dominated_by
+        state = f"dominated by {winner.label}" if winner else "on the front"
         mark = Mark(
             candidate.gain.value,
             candidate.quality.value,
             point.label,
             tuple(dict.fromkeys((*candidate.quality.runs, *candidate.gain.runs))),
             candidate.quality.spread,
-            hollow=candidate.dominated_by is not None,
-            note=f"dominated by {candidate.dominated_by.label}" if candidate.dominated_by else "on the front",
+            hollow=winner is not None,
+            note="\n".join(filter(None, (state, candidate.note))),
         )
         colours.setdefault(point.series, []).append(mark)
-        if candidate in on_front:
-            named.append((mark, DENSE if point.mode == DENSE else _short(point)))
-    edge = tuple(Mark(c.gain.value, c.quality.value, c.point.label, ()) for c in on_front)
+        if timed or winner is None:
+            named.append((mark, _short(point, with_sparsity=not timed)))
     series = [Series(name, tuple(marks)) for name, marks in colours.items()]
-    if len(edge) > 1:
-        series.append(Series("front", edge, line="steps", dots=False))
-    values = [candidate.quality.value for candidate in front.candidates]
-    logarithmic = min(values) > 0 and max(values) > _WIDE_RANGE * min(values)
+    for name, candidates in _edges(front).items():
+        edge = tuple(Mark(c.gain.value, c.quality.value, c.point.label, ()) for c in candidates)
+        if len(edge) > 1:
+            line: Line = "steps" if front.gain_better == "higher" else "steps after"
+            series.append(Series(name, edge, line=line, dots=False))
+    if second := _second_stages(front):
+        series.append(Series("from a calibration to its second stage", second, line="pairs", dots=False))
+    marks = [mark for found in colours.values() for mark in found]
+    y_scale = _scale(mark.y for mark in marks)
     y_label, y_percent = quality_label(front.quality)
-    gained = "FLOPs skipped" if percent else f"{front.gain.split(' ')[0].upper()} speed-up"
     return Chart(
         name=slug(f"pareto {front.model} {front.quality} {front.gain}"),
-        title=f"{front.model}: {_bare(y_label)} against {gained}",
+        title=f"{front.model}: {_bare(y_label)} against {_gained(front.gain)}",
         x_label=gain_label(front.gain),
         y_label=y_label,
         series=tuple(series),
-        caption="Hollow: another configuration is at least as good on both axes.",
-        x_percent=percent,
+        caption=" ".join(
+            filter(None, ("Hollow: another configuration is at least as good on both axes.", front.caption))
+        ),
+        x_percent=is_share(front.gain),
         y_percent=y_percent,
-        y_scale="log" if logarithmic else "linear",
-        named=_uncluttered(named, [mark for marks in colours.values() for mark in marks], logarithmic),
-        names_below=front.better == "lower",
+        y_scale=y_scale,
+        named=_uncluttered(_once(named) if timed else named, marks, y_scale),
+        names_below=front.better == "lower" and not timed,
     )
 
 
+def _second_stages(front: Front) -> tuple[Mark, ...]:
+    """Pairs of marks: what a second stage (LoRA) began with, and where it ended."""
+    begun = {candidate.point.configuration: candidate for candidate in front.candidates}
+    pairs = [(begun[c.point.began_with], c) for c in front.candidates if c.point.began_with in begun]
+    return tuple(Mark(c.gain.value, c.quality.value, c.point.label, ()) for pair in pairs for c in pair)
+
+
+def _edges(front: Front) -> dict[str, tuple[Candidate, ...]]:
+    """The fronts to draw, by name: that of all, or of bits and of patterns where time is compared."""
+    if not front.gain.startswith(FFN_TIME):
+        return {"front": front.front}
+    found = {}
+    for name, by_patterns in (("front of bits", False), ("front of patterns", True)):
+        kind = [c for c in front.candidates if c.point.mode == DENSE or (c.point.patterns is not None) is by_patterns]
+        alone = replace(front, candidates=judged(kind, front.better, front.gain_better))
+        found[name] = alone.front
+    return found
+
+
+def edge_styles(chart: Chart) -> dict[str, bool]:
+    """The lines without dots by name; True for one to be dotted, so that it is told from the dashed one before it."""
+    edges = [series.name for series in chart.series if not series.dots]
+    return {name: i % 2 == 1 for i, name in enumerate(edges)}
+
+
+def is_share(gain: str) -> bool:
+    """Whether a gain is a fraction, shown in percent; a speed-up is none."""
+    return gain.startswith(("flops ", FFN_TIME))
+
+
+def _gained(gain: str) -> str:
+    if gain.startswith(FFN_TIME):
+        return "FFN time"
+    return "FLOPs skipped" if gain.startswith("flops ") else f"{gain.split(' ')[0].upper()} speed-up"
+
+
+def _once(named: Sequence[tuple[Mark, str]]) -> list[tuple[Mark, str]]:
+    """Each name at the lowest of the marks that share it: the best perplexity of one G and C."""
+    lowest: dict[str, Mark] = {}
+    for mark, text in sorted(named, key=lambda pair: pair[0].y):
+        lowest.setdefault(text, mark)
+    return [(mark, text) for text, mark in lowest.items()]
+
+
+def _scale(values: Iterable[float]) -> Scale:
+    low, high = min(found := list(values)), max(found)
+    return "log" if low > 0 and high > _WIDE_RANGE * low else "linear"
+
+
 def _uncluttered(
-    named: Sequence[tuple[Mark, str]], marks: Sequence[Mark], logarithmic: bool
+    named: Sequence[tuple[Mark, str]], marks: Sequence[Mark], y_scale: Scale
 ) -> tuple[tuple[Mark, str], ...]:
     """Without the names that would stand on an earlier one."""
 
     def place(mark: Mark) -> tuple[float, float]:
-        return mark.x, math.log(mark.y) if logarithmic else mark.y
+        return mark.x, math.log(mark.y) if y_scale == "log" else mark.y
 
     width, height = (max(values) - min(values) or 1.0 for values in zip(*map(place, marks), strict=True))
     kept: list[tuple[Mark, str]] = []
+
+    def overlaps(mark: Mark, text: str, other: Mark, other_text: str) -> bool:
+        (x, y), (other_x, other_y) = place(mark), place(other)
+        left = text if x < other_x else other_text  # names stand on the right of their marks
+        return abs(x - other_x) < _LETTER_WIDTH * len(left) * width and abs(y - other_y) < _NAME_HEIGHT * height
+
     for mark, text in named:
-        x, y = place(mark)
-        shifts = [(abs(x - other_x) / width, abs(y - other_y) / height) for other_x, other_y in map(place, dict(kept))]
-        if not any(dx < _NAME_WIDTH and dy < _NAME_HEIGHT for dx, dy in shifts):
+        if not any(overlaps(mark, text, *other) for other in kept):
             kept.append((mark, text))
     return tuple(kept)
 
@@ -133,11 +196,15 @@ def _bare(label: str) -> str:
     return label.removesuffix(" of dense").removesuffix(", %")
 
 
-def _short(point: Point) -> str:
-    parts = [f"S {100 * point.sparsity:.4g} %"] if point.sparsity is not None else [point.mode]
+def _short(point: Point, *, with_sparsity: bool) -> str:
+    if point.mode == DENSE:
+        return DENSE
+    parts = [f"S {100 * point.sparsity:.4g} %"] if point.sparsity is not None and with_sparsity else []
     if point.group_size is not None:
         parts.append(f"G {point.group_size:.0f}")
-    return ", ".join(parts)
+    if point.patterns is not None:
+        parts.append(f"C {point.patterns:.0f}")
+    return ", ".join(parts) or point.mode
 
 
 def quality_label(name: str) -> tuple[str, bool]:
@@ -159,6 +226,9 @@ def gain_label(name: str) -> str:
     """An axis label for what is gained."""
     if name.startswith("flops "):
         return "prunable FLOPs skipped, %"
+    if name.startswith(FFN_TIME):
+        shape, _, rows = name.removeprefix(FFN_TIME).rpartition(" T ")
+        return f"FFN time in {shape} shapes, {int(rows):,} tokens, % of dense"
     phase, *setting = name.split(" ")
     words = {"b": "batch ", "p": "prompt ", "g": "generated "}
     shown = [words[s[0]] + s[1:] if s[0] in words and s[1:].isdecimal() else s for s in setting]
@@ -181,7 +251,6 @@ def sweep_chart(sweep: Sweep) -> list[Chart]:
             continue
         if kind == "retention" and sweep.axis == "sparsity":
             series += _published()
-        values = [mark.y for one in series for mark in one.marks]
         charts.append(
             Chart(
                 name=slug(f"{sweep.axis} {sweep.model} {kind}"),
@@ -194,7 +263,7 @@ def sweep_chart(sweep: Sweep) -> list[Chart]:
                 y_percent=kind == "retention",
                 x_scale="linear" if sweep.axis == "sparsity" else "log",
                 x_ticks_at_values=True,
-                y_scale="log" if min(values) > 0 and max(values) > _WIDE_RANGE * min(values) else "linear",
+                y_scale=_scale(mark.y for one in series for mark in one.marks),
             )
         )
     return charts
@@ -223,15 +292,29 @@ def _published() -> list[Series]:
     marks: dict[str, list[Mark]] = {}
     for entry in PUBLISHED:
         if entry.retention is not None:
-            label = f"{entry.method}{f', G {entry.group_size}' if entry.group_size else ''}, {entry.model}"
-            note = "published by the paper, not measured here"
-            mark = Mark(entry.sparsity, entry.retention, label, (), hollow=True, note=note)
-            marks.setdefault(f"published: {entry.method}", []).append(mark)
-    return [Series(name, tuple(found), published=True) for name, found in marks.items()]
+            marks.setdefault(entry.method, []).append(_published_mark(entry, entry.retention))
+    return [Series(f"published: {method}", tuple(found), published=True) for method, found in marks.items()]
+
+
+def _published_mark(entry: Published, value: float) -> Mark:
+    note = ", ".join(filter(None, ("published by the paper, not measured here", entry.remark)))
+    return Mark(entry.sparsity, value, entry.label, (), hollow=True, note=note)
+
+
+def _published_speed(phase: str) -> list[Series]:
+    """The paper's end-to-end speed-ups, where it states them, with the device they are of."""
+    return [
+        Series(f"published: {entry.description}", (_published_mark(entry, speedup),), published=True)
+        for entry in PUBLISHED
+        if (speedup := entry.speedup(phase)) is not None
+    ]
 
 
 def throughput_chart(model: str, measured: Sequence[ThroughputPoint]) -> list[Chart]:
-    """Speed-up over dense by batch size, prompt length or sparsity: whichever varies, one plot a phase."""
+    """Speed-up over dense by batch size, prompt length or sparsity: whichever varies, one plot a phase.
+
+    By sparsity, where some settings have a whole curve, only those, and the paper's figures beside.
+    """
     charts = []
     axes = (("batch", "batch size"), ("prompt", "prompt, tokens"), ("sparsity", "sparsity, %"))
     for phase in ("ttft", "tpot"):
@@ -239,14 +322,18 @@ def throughput_chart(model: str, measured: Sequence[ThroughputPoint]) -> list[Ch
         for axis, title in axes:
             if len({getattr(point, axis) for point in here} - {None}) < 2:
                 continue
-            lines = _speed_lines(here, axis, [key for key, _ in axes if key != axis])
+            curves = [point for curve in share_curves(here) for point in curve] if axis == "sparsity" else []
+            lines = _speed_lines(curves or here, axis, [key for key, _ in axes if key != axis])
             charts.append(
                 Chart(
                     name=slug(f"throughput {model} {phase} {axis}"),
                     title=f"{model}: {phase.upper()} speed-up by {title.split(',')[0]}",
                     x_label=title,
                     y_label=f"{phase.upper()}, dense time / routed time",
-                    series=tuple(Series(name, marks, "straight") for name, marks in lines.items()),
+                    series=(
+                        *(Series(name, marks, "straight") for name, marks in lines.items()),
+                        *(_published_speed(phase) if curves else ()),
+                    ),
                     caption="Above 1 the routed model is faster. Medians; dense and routed by the same code.",
                     x_percent=axis == "sparsity",
                     x_scale="linear" if axis == "sparsity" else "log",
@@ -259,9 +346,12 @@ def throughput_chart(model: str, measured: Sequence[ThroughputPoint]) -> list[Ch
 def _speed_lines(measured: Sequence[ThroughputPoint], axis: str, others: Sequence[str]) -> dict[str, tuple[Mark, ...]]:
     """A line for each setting of the other sizes; one for each run where several measured the same."""
     groups: dict[str, list[ThroughputPoint]] = {}
+    kinds = len({point.masks for point in measured})
     for point in measured:
         if getattr(point, axis) is not None:
             name = ", ".join([*(f"{key} {point.shown(key)}" for key in others), f"G {point.shown('group_size')}"])
+            if kinds > 1:
+                name += f", {point.masks} masks"
             if point.patterns is not None:
                 name += f", {point.patterns:g} patterns"
             groups.setdefault(name, []).append(point)

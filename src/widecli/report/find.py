@@ -1,4 +1,7 @@
-"""Which folders are finished runs, and what they recorded. Whatever cannot be read is named with its reason."""
+"""Which folders are finished runs, which files are measurements, and what they recorded.
+
+Whatever cannot be read is named with its reason.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from widecli.errors import UsageError
+from widecli.report.documents import Document, UnreadableError, document_schema, read_document
 from widecli.track.summary import REQUIRED_KEYS, SUMMARY_SCHEMA
 
 REPORT_DOCUMENT = "report.json"
@@ -49,48 +53,54 @@ class Found:
 
     runs: tuple[StoredRun, ...]
     skipped: tuple[Skipped, ...]
+    documents: tuple[Document, ...] = ()
 
 
 def find_runs(folders: Iterable[str | Path]) -> Found:
-    """Read every finished run among `folders` and below them.
+    """Read every finished run and every document of measurements among `folders` and below them.
 
     Raises:
-        UsageError: a folder does not exist, or there is no finished run at all.
+        UsageError: one named does not exist, a file named is no document, or there is nothing finished at all.
     """
     read: dict[Path, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
+    documents: dict[Path, dict[str, Any]] = {}
     skipped: dict[Path, str] = {}
     named = [Path(folder) for folder in folders]
     for folder in named:
-        if not folder.is_dir():
+        if folder.is_file() and document_schema(folder) is None:
+            raise UsageError(
+                f"{folder} holds no measurements: name what --out of a benchmark wrote, or run directories."
+            )
+        if not folder.exists():
             raise UsageError(f"{folder} is not a folder: name run directories, or a folder that holds some.")
-        for path, reason in _candidates(folder, _DEEPEST):
-            if path.resolve() in read:
+        for path, reason in [(folder, None)] if folder.is_file() else _candidates(folder, _DEEPEST):
+            if path.resolve() in read or path.resolve() in documents:
                 continue  # named twice, or below another folder named
             if reason is None:
                 try:
-                    read[path.resolve()] = _read(path)
+                    if path.is_file():
+                        documents[path.resolve()] = read_document(path)
+                    else:
+                        read[path.resolve()] = _read(path)
                     continue
-                except _UnreadableError as error:
+                except UnreadableError as error:
                     reason = str(error)
             skipped[path] = reason
-    if not read:
+    if not read and not documents:
         why = "".join(f"; {path}: {reason}" for path, reason in list(skipped.items())[:3])
         more = f" (and {len(skipped) - 3} more)" if len(skipped) > 3 else ""
         raise UsageError(f"there is no finished run in {', '.join(map(str, named))}{why}{more}")
-    labels = _labels(list(read))
+    labels = _labels([*read, *documents])
     runs = tuple(
         StoredRun(_shown(path), labels[path], summary, recipe, environment)
         for path, (summary, recipe, environment) in sorted(read.items())
     )
-    return Found(runs, tuple(Skipped(path, reason) for path, reason in skipped.items()))
-
-
-class _UnreadableError(Exception):
-    pass
+    measured = tuple(Document(_shown(path), labels[path], values) for path, values in sorted(documents.items()))
+    return Found(runs, tuple(Skipped(path, reason) for path, reason in skipped.items()), measured)
 
 
 def _candidates(folder: Path, depth: int) -> Iterator[tuple[Path, str | None]]:
-    """(folder, None) for what looks like a run, (folder, reason) for what does not and holds none.
+    """(path, None) for what looks like a run or a document, (folder, reason) for what does not and holds none.
 
     A sweep's directory stands for the runs that its manifest lists.
     """
@@ -103,7 +113,10 @@ def _candidates(folder: Path, depth: int) -> Iterator[tuple[Path, str | None]]:
     if (folder / REPORT_DOCUMENT).is_file():
         return
     inner = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    below = [found for path in inner if depth for found in _candidates(path, depth - 1)]
+    below: list[tuple[Path, str | None]] = [
+        (path, None) for path in sorted(folder.glob("*.json")) if path.is_file() and document_schema(path)
+    ]
+    below += [found for path in inner if depth for found in _candidates(path, depth - 1)]
     if any(reason is None for _, reason in below):
         yield from below
     elif depth < _DEEPEST:
@@ -123,12 +136,12 @@ def _runs_of_sweep(folder: Path) -> list[Path] | None:
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     if not (path / "summary.json").is_file():
-        raise _UnreadableError("not finished (no summary.json)")
+        raise UnreadableError("not finished (no summary.json)")
     summary = _json(path / "summary.json")
     if summary is None:
-        raise _UnreadableError("its summary.json cannot be read")
+        raise UnreadableError("its summary.json cannot be read")
     if complaint := _complaint(summary):
-        raise _UnreadableError(complaint)
+        raise UnreadableError(complaint)
     return summary, _yaml(path / "recipe.yaml"), _json(path / "environment.json") or {}
 
 
@@ -173,7 +186,7 @@ def _yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, yaml.YAMLError):
-        raise _UnreadableError("its recipe.yaml cannot be read") from None
+        raise UnreadableError("its recipe.yaml cannot be read") from None
     return found if isinstance(found, dict) else {}
 
 

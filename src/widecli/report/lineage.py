@@ -1,8 +1,9 @@
-"""Which run made the checkpoint that another run measured."""
+"""Which run made the checkpoint that another run measured, or began with."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath
 
 from widecli.report.find import StoredRun
@@ -41,6 +42,21 @@ def producer_of(run: StoredRun, candidates: Sequence[StoredRun]) -> StoredRun | 
             if len(choice) == 1:
                 return choice[0]
     return None
+
+
+def began_with(run: StoredRun, candidates: Sequence[StoredRun]) -> tuple[StoredRun, StoredRun] | None:
+    """The run that made the checkpoint a second stage began with, and `run` as if it had measured that checkpoint.
+
+    None for a first stage, and where the checkpoint's run is not among `candidates`.
+    """
+    origin = run.summary.get("origin")
+    if not isinstance(origin, dict) or run.command in MEASURING:
+        return None
+    plan = run.summary.get("plan")
+    start = {"command": "eval", "checkpoint": origin.get("checkpoint"), "recipe_hash": origin.get("recipe_hash")}
+    there = replace(run, summary={**start, "plan": plan, "steps": origin.get("step")})
+    producer = producer_of(there, [candidate for candidate in candidates if candidate is not run])
+    return (producer, there) if producer is not None else None
 
 
 def converted(run: StoredRun) -> bool:

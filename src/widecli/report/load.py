@@ -2,7 +2,8 @@
 
 Columns that say what a row is: `run`, `path`, `command`, `origin` (the run that made the checkpoint; a dense model's
 rows share one), `model`, `stage` (dense, calibrate, lora, ...), `mode`, `budget`, `sparsity`, `group_size`, `steps`,
-`seed`, `configuration` (equal exactly when two runs differ in nothing but the seed), `items` (documents a task).
+`seed`, `configuration` (equal exactly when two runs differ in nothing but the seed), `began_with` (the configuration
+that a second stage started from), `items` (documents a task).
 
 Columns with figures have names that say under which protocol they hold: `skip attention`, `flops prunable`,
 `perplexity wikitext2`, `flops at wikitext2`, `average [400]`, `retention [all]`, `task piqa [all]`,
@@ -20,7 +21,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from widecli.report.find import StoredRun
-from widecli.report.lineage import converted, producer_of, producers
+from widecli.report.lineage import began_with, converted, producer_of, producers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,7 +32,7 @@ FIGURES = ("skip ", "flops ", "perplexity ", "average ", "retention ", "task ", 
 
 IDENTITY = (
     *("run", "path", "command", "origin", "model", "stage", "mode", "budget", "sparsity", "group_size", "steps"),
-    *("seed", "configuration", "items", "fullness"),
+    *("seed", "configuration", "began_with", "items", "fullness"),
 )
 
 # What tells two configurations apart is everything in the recipe but these: the seed, how it is measured and recorded,
@@ -75,7 +76,10 @@ def load(runs: Sequence[StoredRun]) -> Results:
                 rows.append(_dense_beside(run, dense, model))
         elif run.command == "profile":
             rows.append(_identity(run, producer_of(run, made), model) | speedups(run.summary))
-    columns = [*IDENTITY, *sorted({key for row in rows for key in row} - set(IDENTITY))]
+    began = {run.label: configuration for run in made if (configuration := _beginning(run, made))}
+    for row in rows:
+        row["began_with"] = began.get(str(row.get("producer")))
+    columns = [*IDENTITY, *sorted({key for row in rows for key in row} - set(IDENTITY) - {"producer"})]
     frame = pd.DataFrame(rows, columns=columns)
     _fill_retention(frame)
     notes += _protocol_notes(runs)
@@ -121,6 +125,7 @@ def _identity(run: StoredRun, producer: StoredRun | None, model: str) -> dict[st
         settings["run"] = summary.get("checkpoint") or run.label
     origin = producer.label if producer else str(summary.get("checkpoint") or run.label)
     return row | {
+        "producer": producer.label if producer else None,
         "origin": f"{origin} at step {steps:.0f}" if steps is not None else origin,
         "stage": stage,
         "mode": mode,
@@ -131,6 +136,15 @@ def _identity(run: StoredRun, producer: StoredRun | None, model: str) -> dict[st
         "seed": number(_section(recipe, "train").get("seed")),
         "configuration": json.dumps(settings, sort_keys=True, default=str),
     }
+
+
+def _beginning(run: StoredRun, made: Sequence[StoredRun]) -> str | None:
+    """The configuration of the checkpoint that a second stage began with."""
+    found = began_with(run, made)
+    if found is None:
+        return None
+    producer, there = found
+    return str(_identity(there, producer, "")["configuration"])
 
 
 def _steps(summary: Mapping[str, Any], producer: StoredRun | None) -> float | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import io
 import math
+import textwrap
 from typing import TYPE_CHECKING, Any
 
-from widecli.report.charts import Chart, Mark, Series
+from widecli.report.charts import Chart, Mark, Series, edge_styles
 
 if TYPE_CHECKING:
     from widecli.report.heatmap import HeatMap
@@ -17,6 +18,8 @@ INSTALL = "pip install 'widecli[plots]'"
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5195", "#8c6d1f")
 PUBLISHED_COLOUR = "#777777"
 _MOST_TICKS = 10
+_CAPTION_WIDTH = 128  # characters of a line below a plot
+_LINE = 0.03  # of a plot's height
 SHAPES = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
@@ -27,11 +30,13 @@ def available() -> bool:
 
 def draw(chart: Chart, kind: str) -> bytes:
     """One chart as `png` or `svg`."""
-    figure, axes = _figure((6.4, 4.4))
+    lines = textwrap.wrap(chart.caption, _CAPTION_WIDTH) or [""]
+    figure, axes = _figure((6.4, 4.4), below=_LINE * len(lines))
     colours = 0
+    dotted = edge_styles(chart)
     for series in chart.series:
         if not series.dots:
-            _edge(axes, chart, series)
+            _edge(axes, chart, series, ":" if dotted[series.name] else "--")
             continue
         colour = PUBLISHED_COLOUR if series.published else PALETTE[colours % len(PALETTE)]
         _series(axes, chart, series, colour, SHAPES[colours % len(SHAPES)])
@@ -55,16 +60,17 @@ def draw(chart: Chart, kind: str) -> bytes:
     if len([series for series in chart.series if series.marks]) > 1:
         axes.legend(fontsize=8, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.text(0.01, 0.005, chart.caption, fontsize=6.5, color="#666666")
+    figure.text(0.01, 0.005, "\n".join(lines), fontsize=6.5, color="#666666")
     return _bytes(figure, kind)
 
 
-def _figure(size: tuple[float, float]) -> tuple[Any, Any]:
+def _figure(size: tuple[float, float], below: float = _LINE) -> tuple[Any, Any]:
+    """A figure and its axes; the share `below` of its height stays free for a caption."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, dpi=150, layout="constrained")  # no pyplot: no global state, no display
-    figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.97))  # type: ignore[union-attr, call-arg]
+    figure.get_layout_engine().set(rect=(0, below, 1, 1 - below))  # type: ignore[union-attr, call-arg]
     FigureCanvasAgg(figure)
     return figure, figure.subplots()
 
@@ -83,10 +89,16 @@ def _scaled(chart: Chart, mark: Mark) -> tuple[float, float]:
     return mark.x * (100 if chart.x_percent else 1), mark.y * (100 if chart.y_percent else 1)
 
 
-def _edge(axes: Any, chart: Chart, series: Series) -> None:
-    """The front: what is reachable by a configuration at least as far to the right."""
+def _edge(axes: Any, chart: Chart, series: Series, dashes: str) -> None:
+    """A dashed line; in steps it is a front: what a configuration with at least that gain reaches."""
     xs, ys = zip(*(_scaled(chart, mark) for mark in series.marks), strict=True)
-    axes.step(xs, ys, where="pre", color="#888888", linewidth=1, linestyle="--", label=series.name, zorder=1)
+    style = {"color": "#888888", "linewidth": 1, "linestyle": dashes, "label": series.name, "zorder": 1}
+    if series.line in ("steps", "steps after"):
+        axes.step(xs, ys, where="pre" if series.line == "steps" else "post", **style)
+        return
+    step = 2 if series.line == "pairs" else len(xs)
+    for i in range(0, len(xs), step):
+        axes.plot(xs[i : i + step], ys[i : i + step], **(style if i == 0 else {**style, "label": None}))
 
 
 def _series(axes: Any, chart: Chart, series: Series, colour: str, shape: str) -> None:

@@ -29,7 +29,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Point:
-    """One configuration. `extra` says what sets it apart from others of the same mode, sparsity, G and steps."""
+    """One configuration. `extra` says what sets it apart from others of the same mode, sparsity, G and steps.
+
+    `began_with` is the configuration that a second stage started from.
+    """
 
     model: str
     stage: str
@@ -42,6 +45,7 @@ class Point:
     figures: dict[str, Figure]
     runs: tuple[str, ...]
     extra: str = ""
+    began_with: str | None = None
 
     @property
     def series(self) -> str:
@@ -52,7 +56,7 @@ class Point:
 
     @property
     def label(self) -> str:
-        """Mode, sparsity, group size, steps and what else is special."""
+        """Mode, sparsity, group size, number of patterns, steps and what else is special."""
         if self.mode == DENSE:
             return DENSE
         parts = [self.series]
@@ -60,9 +64,21 @@ class Point:
             parts.append(f"S {100 * self.sparsity:.4g} %")
         if self.group_size is not None:
             parts.append(f"G {self.group_size:.0f}")
+        if self.patterns is not None:
+            parts.append(f"C {self.patterns:.0f}")
         if self.steps is not None:
             parts.append(f"{self.steps:.0f} steps")
         return ", ".join([*parts, *([self.extra] if self.extra else [])])
+
+    def setting(self, key: str) -> Any:
+        """What the configuration says of a key, `plan.mode`, `train.steps`; None where it says nothing."""
+        return None if self.configuration == DENSE else json.loads(self.configuration).get(key)
+
+    @property
+    def patterns(self) -> float | None:
+        """C, where tokens pick one of so many patterns."""
+        count = self.setting("plan.patterns.count")
+        return None if count is None else float(count)
 
     def value(self, name: str) -> float | None:
         """A figure's mean, or None where it was not measured."""
@@ -96,6 +112,7 @@ def points(frame: pd.DataFrame) -> list[Point]:
                 configuration=str(configuration),
                 figures={name: figure for name in figure_columns(frame) if (figure := _figure(rows, name))},
                 runs=tuple(dict.fromkeys(rows["run"])),
+                began_with=next(iter(rows["began_with"].dropna()), None),
             )
         )
     return _told_apart(sorted(made, key=_order))

@@ -10,16 +10,20 @@ from typing import Any
 from widecli import __version__
 from widecli.errors import UsageError
 from widecli.report.charts import Chart, front_chart, sweep_chart, throughput_chart
+from widecli.report.ffn_time import ffn_fronts, ffn_times, without_time
 from widecli.report.find import REPORT_DOCUMENT, Found, find_runs
 from widecli.report.html import Lines, Section, page
 from widecli.report.load import Results, load
 from widecli.report.pareto import Front, fronts
 from widecli.report.points import Figure, Point, by_model, points
 from widecli.report.reference import PUBLISHED
+from widecli.report.scaling import ScalingPoint, scaling_points
+from widecli.report.scaling_view import scaling_charts, scaling_table
 from widecli.report.summaries import (
     front_table,
     published_table,
     runs_table,
+    share_table,
     summary_table,
     sweep_table,
     tasks_table,
@@ -43,12 +47,14 @@ class ModelReport:
     fronts: tuple[Front, ...]
     sweeps: tuple[Sweep, ...]
     throughput: tuple[ThroughputPoint, ...]
+    notes: tuple[str, ...] = ()
 
     def tables(self) -> list[Table]:
         """Summary, tasks, sweeps, speed, comparisons; without the empty ones."""
         made = [summary_table(self.points), tasks_table(self.points)] if self.points else []
         made += [sweep_table(sweep) for sweep in self.sweeps]
-        made += [throughput_table(self.model, self.throughput)] if self.throughput else []
+        if self.throughput:
+            made += [share_table(self.model, self.throughput), throughput_table(self.model, self.throughput)]
         made += [front_table(front) for front in self.fronts]
         return [table for table in made if table.rows]
 
@@ -73,30 +79,48 @@ class Report:
     found: Found
     results: Results
     models: tuple[ModelReport, ...]
+    scaling: tuple[ScalingPoint, ...] = ()
+
+    def tables(self) -> list[Table]:
+        """Those of every model, then training speed."""
+        made = [table for model in self.models for table in model.tables()]
+        return made + ([scaling_table(self.scaling)] if self.scaling else [])
+
+    def charts(self) -> list[Chart]:
+        """Those of every model, then training speed."""
+        return [chart for model in self.models for chart in model.charts()] + scaling_charts(self.scaling)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader must know, one line each."""
         several = [f"{len(self.models)} models, each with tables and plots of its own"] if len(self.models) > 1 else []
         left_out = [f"left out {skipped.path}: {skipped.reason}" for skipped in self.found.skipped]
-        return (*several, *self.results.notes, *left_out)
+        models = [note for model in self.models for note in model.notes]
+        return (*several, *self.results.notes, *models, *left_out)
 
 
 def build(folders: Iterable[str | Path]) -> Report:
-    """Read the runs among and below `folders`. Raises UsageError when there is none."""
+    """Read the runs and measurements among and below `folders`. Raises UsageError when there is none."""
     found = find_runs(folders)
     results = load(found.runs)
     grouped = by_model(points(results.frame))
     speeds = throughput(found.runs, dict(zip(results.frame["run"], results.frame["model"], strict=True)))
     names = list(dict.fromkeys([*grouped, *(point.model for point in speeds)]))
-    if not names:
-        raise UsageError(f"the {len(found.runs)} runs found hold no calibration, evaluation or profile to report")
+    scaling = tuple(scaling_points(found.documents))
+    if not names and not scaling:
+        count = len(found.runs) + len(found.documents)
+        kinds = "calibration, evaluation, profile or training speed"
+        raise UsageError(f"the {count} records found hold no {kinds} to report")
+    times = ffn_times(found.documents)
     models = []
     for name in names:
         made = grouped.get(name, [])
         here = tuple(point for point in speeds if point.model == name)
-        models.append(ModelReport(name, tuple(made), tuple(fronts(made)), tuple(sweeps(made)), here))
-    return Report(found, results, tuple(models))
+        compared = (*fronts(made), *ffn_fronts(made, times))
+        models.append(
+            ModelReport(name, tuple(made), compared, tuple(sweeps(made)), here, tuple(without_time(made, times)))
+        )
+    return Report(found, results, tuple(models), scaling)
 
 
 def write(report: Report, out: Path, formats: Sequence[str]) -> list[Path]:
@@ -108,8 +132,8 @@ def write(report: Report, out: Path, formats: Sequence[str]) -> list[Path]:
         raise UsageError(f"{out} is a file; name a folder with --out")
     if out.is_dir() and any(out.iterdir()) and not (out / REPORT_DOCUMENT).is_file():
         raise UsageError(f"{out} is not empty and holds no earlier report; name another folder with --out")
-    tables = [table for model in report.models for table in model.tables()]
-    shared = [published_table(), runs_table(report.found.runs)]
+    tables = report.tables()
+    shared = [published_table(), runs_table(report.found.runs, report.found.documents)]
     texts: dict[str, str] = {}
     if "html" in formats:
         texts["report.html"] = html_page(report)
@@ -126,8 +150,7 @@ def write(report: Report, out: Path, formats: Sequence[str]) -> list[Path]:
     if drawn:
         from widecli.report.plots import draw
 
-        charts = [chart for model in report.models for chart in model.charts()]
-        pictures = {f"plots/{chart.name}.{kind}": draw(chart, kind) for chart in charts for kind in drawn}
+        pictures = {f"plots/{chart.name}.{kind}": draw(chart, kind) for chart in report.charts() for kind in drawn}
     _drop_earlier(out)
     write_json(out / REPORT_DOCUMENT, {"schema": SCHEMA, "files": []})  # a kill from here on leaves a known folder
     for name, text in texts.items():
@@ -169,17 +192,22 @@ def html_page(report: Report) -> str:
         sections.append(Section(model.model, (first, *model.charts(), *rest)))
         if comparisons:
             sections.append(Section(f"{model.model}: comparisons behind the plots", tuple(comparisons)))
+    if report.scaling:
+        table = scaling_table(report.scaling)
+        sections.append(Section(table.title, (table, *scaling_charts(report.scaling))))
     sections.append(Section("The paper's figures", (published_table(),)))
     if report.notes:
         sections.append(Section("Notes", (Lines(report.notes),)))
-    sections.append(Section("Runs", (runs_table(report.found.runs),)))
+    sections.append(Section("Runs", (runs_table(report.found.runs, report.found.documents),)))
     return page(TITLE, _lead(report), sections)
 
 
 def _lead(report: Report) -> str:
-    count, models = len(report.found.runs), ", ".join(model.model for model in report.models)
+    runs, files = len(report.found.runs), len(report.found.documents)
+    models = dict.fromkeys([*(model.model for model in report.models), *(point.model for point in report.scaling)])
+    counted = [f"{n} {word}{'s' if n > 1 else ''}" for n, word in ((runs, "run"), (files, "file")) if n]
     return (
-        f"{count} run{'s' if count > 1 else ''} of {models}; wide {__version__}. Every figure names its runs; "
+        f"{' and '.join(counted)} on {', '.join(models)}; wide {__version__}. Every figure names its runs; "
         "± is the sample standard deviation over trainings that differ in their seed alone."
     )
 
@@ -190,17 +218,25 @@ def document_of(report: Report) -> dict[str, Any]:
         "schema": SCHEMA,
         "command": "report",
         "models": [_model_document(model) for model in report.models],
+        "training_speed": [asdict(point) for point in report.scaling],
         "published": [asdict(entry) for entry in PUBLISHED],
         "runs": [{"run": run.label, "path": str(run.path), "command": run.command} for run in report.found.runs],
+        "measurements": [
+            {"file": document.label, "path": str(document.path), "command": document.command}
+            for document in report.found.documents
+        ],
         "skipped": [{"path": str(skipped.path), "reason": skipped.reason} for skipped in report.found.skipped],
-        "notes": list(report.results.notes),
+        "notes": [*report.results.notes, *(note for model in report.models for note in model.notes)],
     }
 
 
 def _model_document(model: ModelReport) -> dict[str, Any]:
+    labels = {point.configuration: point.label for point in model.points}
     return {
         "model": model.model,
-        "points": [_point_document(point) for point in model.points],
+        "points": [
+            _point_document(point) | {"began_with": labels.get(point.began_with or "")} for point in model.points
+        ],
         "pareto": [_front_document(front) for front in model.fronts],
         "sweeps": [
             {"axis": sweep.axis, "lines": {name: [point.label for point in made] for name, made in sweep.lines}}
@@ -226,6 +262,7 @@ def _front_document(front: Front) -> dict[str, Any]:
     return {
         "quality": front.quality,
         "gain": front.gain,
+        "gain_better": front.gain_better,
         "better": front.better,
         "points": [
             {

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from widecli.report.charts import gain_label, quality_label, slug
+from widecli.report.charts import gain_label, is_share, quality_label, slug
+from widecli.report.documents import Document
 from widecli.report.find import StoredRun
 from widecli.report.load import DENSE
-from widecli.report.pareto import Front, qualities
+from widecli.report.pareto import FFN_TIME, Front, flops_behind, qualities
 from widecli.report.points import Figure, Point, best_protocol, fullness_order, items_of, names_of
 from widecli.report.reference import GROUP_SIZES, PUBLISHED, SOURCE
-from widecli.report.sweeps import Sweep, ThroughputPoint
+from widecli.report.sweeps import Sweep, ThroughputPoint, share_curves
 from widecli.report.tables import Column, Table, Value
 
 # The paper's tasks in its order, with heads that leave room on a terminal.
@@ -34,6 +37,7 @@ def summary_table(made: Sequence[Point]) -> Table:
         Column("mode", "mode"),
         Column("sparsity", "S, %", "percent"),
         Column("group_size", "G", "count"),
+        Column("patterns", "C", "count", 1),
         Column("steps", "steps", "count", 2),
         Column("settings", "settings", importance=1),
         Column("runs", "runs", importance=4),
@@ -75,6 +79,7 @@ def _summary_row(point: Point) -> dict[str, Value]:
         "mode": point.series,
         "sparsity": point.sparsity,
         "group_size": point.group_size,
+        "patterns": point.patterns,
         "steps": point.steps,
         "settings": point.extra,
         "seeds": float(trainings) if trainings > 1 else None,
@@ -128,9 +133,13 @@ def tasks_table(made: Sequence[Point]) -> Table:
 _HEADS = {"average": "average\naccuracy, %", "retention": "accuracy\nkept, %", "perplexity": "token\nperplexity"}
 
 
+_GAINS = {False: "FLOPs\nskipped, %", True: "FFN time,\n% of dense"}
+
+
 def front_table(front: Front) -> Table:
     """One comparison: every candidate, and what dominates it."""
     rows: list[dict[str, Value]] = []
+    timed = front.gain.startswith(FFN_TIME)
     ordered = sorted(front.candidates, key=lambda c: c.gain.value)
     for candidate in ordered:
         winner = candidate.dominated_by
@@ -140,22 +149,25 @@ def front_table(front: Front) -> Table:
                 "gain": candidate.gain,
                 "quality": candidate.quality,
                 "state": "on the front" if winner is None else f"dominated by {winner.label}",
+                "flops": candidate.point.figures.get(flops_behind(front.quality)) if timed else None,
+                "note": candidate.note,
                 "runs": few(candidate.quality.runs),
             }
         )
     label, percent = quality_label(front.quality)
     columns = (
         Column("configuration", "configuration"),
-        Column("gain", "FLOPs\nskipped, %", "percent")
-        if front.gain.startswith("flops ")
-        else Column("gain", "speed-up", "times"),
+        Column("gain", _GAINS[timed], "percent") if is_share(front.gain) else Column("gain", "speed-up", "times"),
         Column("quality", _HEADS[front.quality.split(" ")[0]], "percent" if percent else "figure"),
+        Column("flops", "FLOPs\nskipped, %", "percent", 1),
         Column("state", "state", importance=1),
+        Column("note", "note", importance=3),
         Column("runs", "runs", importance=2),
     )
     name = slug(f"pareto {front.model} {front.quality} {front.gain}")
-    runs = tuple(candidate.quality.runs for candidate in ordered)
-    return Table(name, f"{front.model}: {label} against {gain_label(front.gain)}", columns, tuple(rows), row_runs=runs)
+    runs = tuple(tuple(dict.fromkeys((*c.quality.runs, *c.gain.runs))) for c in ordered)
+    title = f"{front.model}: {label} against {gain_label(front.gain)}"
+    return Table(name, title, columns, tuple(rows), front.caption, runs).filled()
 
 
 def sweep_table(sweep: Sweep) -> Table:
@@ -225,6 +237,49 @@ def throughput_table(model: str, measured: Sequence[ThroughputPoint]) -> Table:
     return Table(slug(f"throughput {model}"), f"{model}: measured speed", columns, tuple(rows), caption, runs).filled()
 
 
+def share_table(model: str, measured: Sequence[ThroughputPoint]) -> Table:
+    """Speed-up by the share skipped: a row for each setting with a curve, the paper's figures beside."""
+    curves = share_curves(measured)
+    rows: list[dict[str, Value]] = []
+    runs: list[tuple[str, ...]] = []
+    for curve in curves:
+        first = curve[0]
+        rows.append(
+            {
+                "phase": first.phase.upper(),
+                "batch": first.batch,
+                "prompt": first.prompt,
+                "group_size": first.group_size,
+                "patterns": first.patterns,
+                "masks": first.masks,
+                **{f"share {point.sparsity:g}": point.speedup for point in curve},
+                "runs": first.run,
+            }
+        )
+        runs.append((first.run,))
+    shares = {float(point.sparsity) for curve in curves for point in curve if point.sparsity is not None}
+    for phase in dict.fromkeys(curve[0].phase for curve in curves):
+        for entry in PUBLISHED:
+            if (speedup := entry.speedup(phase)) is not None:
+                name = f"{phase.upper()}, published"  # where every terminal shows it
+                rows.append({"phase": name, "masks": entry.description, f"share {entry.sparsity:g}": speedup})
+                runs.append(())
+                shares.add(entry.sparsity)
+    columns = (
+        Column("phase", "phase"),
+        Column("batch", "batch", "count", 2),
+        Column("prompt", "prompt", "count", 2),
+        Column("group_size", "G", "count"),
+        Column("patterns", "patterns", "count", 1),
+        Column("masks", "masks", importance=3),
+        *(Column(f"share {share:g}", f"{100 * share:.4g} %", "times") for share in sorted(shares)),
+        Column("runs", "runs", importance=4),
+    )
+    title = f"{model}: speed-up by the share skipped"
+    caption = "Dense time / routed time, medians of one run each. Published: by the paper, on another device."
+    return Table(slug(f"shares {model}"), title, columns, tuple(rows), caption, tuple(runs)).filled()
+
+
 def published_table() -> Table:
     """The paper's own figures, said to be that."""
     rows: list[dict[str, Value]] = [
@@ -260,35 +315,44 @@ def published_table() -> Table:
     return Table("published", title, columns, tuple(rows), GROUP_SIZES)
 
 
-def runs_table(runs: Iterable[StoredRun]) -> Table:
-    """Where every figure comes from."""
+def runs_table(runs: Iterable[StoredRun], documents: Iterable[Document] = ()) -> Table:
+    """Where every figure comes from: runs, then files with measurements."""
     rows: list[dict[str, Value]] = []
     names = []
     for run in runs:
-        environment = run.environment
-        gpus = environment.get("gpus")
-        gpu = str(gpus[0].get("name")) if isinstance(gpus, list) and gpus and isinstance(gpus[0], dict) else ""
-        versions = environment.get("versions")
-        torch = versions.get("torch") if isinstance(versions, dict) else None
-        words = environment.get("command_line")
-        rows.append(
-            {
-                "run": run.label,
-                "command": run.command,
-                "model": str(run.summary.get("model") or ""),
-                "date": str(environment.get("date") or "")[:16].replace("T", " "),
-                "device": gpu or str(environment.get("cpu") or ""),
-                "torch": str(torch or ""),
-                "git": str(environment.get("git") or ""),
-                "line": " ".join(map(str, words)) if isinstance(words, list) else "",
-                "path": str(run.path),
-            }
-        )
+        words = run.environment.get("command_line")
+        line = " ".join(map(str, words)) if isinstance(words, list) else ""
+        model = str(run.summary.get("model") or "")
+        rows.append(_provenance(run.label, run.command, model, line, run.path, run.environment))
         names.append((run.label,))
+    for document in documents:
+        row = _provenance(document.label, "", "", document.command, document.path, document.environment)
+        rows.append(row | {"device": document.device})
+        names.append((document.label,))
     keys = ("run", "command", "model", "date", "device", "torch", "git", "line", "path")
     heads = {"line": "command line", "git": "revision"}
     columns = tuple(Column(key, heads.get(key, key), importance=i) for i, key in enumerate(keys))
     return Table("runs", "runs", columns, tuple(rows), row_runs=tuple(names)).filled()
+
+
+def _provenance(
+    label: str, command: str, model: str, line: str, path: Path, environment: Mapping[str, Any]
+) -> dict[str, Value]:
+    gpus = environment.get("gpus")
+    gpu = str(gpus[0].get("name")) if isinstance(gpus, list) and gpus and isinstance(gpus[0], dict) else ""
+    versions = environment.get("versions")
+    torch = versions.get("torch") if isinstance(versions, dict) else environment.get("torch")
+    return {
+        "run": label,
+        "command": command,
+        "model": model,
+        "date": str(environment.get("date") or "")[:16].replace("T", " "),
+        "device": gpu or str(environment.get("cpu") or ""),
+        "torch": str(torch or ""),
+        "git": str(environment.get("git") or environment.get("revision") or ""),
+        "line": line,
+        "path": str(path),
+    }
 
 
 def front_line(front: Front) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from widecli.report.charts import Chart, Mark, Scale, Series
+from widecli.report.charts import Chart, Mark, Scale, Series, edge_styles
 from widecli.report.heatmap import HeatMap
 
 WIDTH, HEIGHT = 640, 400
@@ -76,9 +76,10 @@ def styled(chart: Chart) -> list[tuple[Series, str, int]]:
     """Each series with its style class and its shape's number."""
     found: list[tuple[Series, str, int]] = []
     number = 0
+    dotted = edge_styles(chart)
     for series in chart.series:
         if not series.dots:
-            found.append((series, "edge", 0))
+            found.append((series, "edge dotted" if dotted[series.name] else "edge", 0))
             continue
         found.append((series, "published" if series.published else f"c{number % COLOURS}", number))
         number += 1
@@ -160,9 +161,13 @@ def _line(series: Series, places: Sequence[tuple[float, float]], css: str) -> st
         return ""
     x, y = places[0]
     path = f"M{x:.1f} {y:.1f}"
-    for x, y in places[1:]:
-        # steps: between two points of a front only the right one's quality can be had
-        path += f"V{y:.1f}H{x:.1f}" if series.line == "steps" else f"L{x:.1f} {y:.1f}"
+    for i, (x, y) in enumerate(places[1:], start=1):
+        if series.line == "pairs" and i % 2 == 0:
+            path += f"M{x:.1f} {y:.1f}"
+            continue
+        # steps: between two points of a front only the quality of the one with more gain can be had
+        steps = {"steps": f"V{y:.1f}H{x:.1f}", "steps after": f"H{x:.1f}V{y:.1f}"}
+        path += steps.get(series.line, f"L{x:.1f} {y:.1f}")
     return f'<path class="line {css}" d="{path}"/>'
 
 

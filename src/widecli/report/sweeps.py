@@ -65,6 +65,8 @@ def _line_name(point: Point, axis: Axis) -> str:
         parts.append(f"S {100 * point.sparsity:.4g} %")
     if axis != "group_size" and point.group_size is not None:
         parts.append(f"G {point.group_size:.0f}")
+    if point.patterns is not None:
+        parts.append(f"C {point.patterns:.0f}")
     if point.steps is not None:
         parts.append(f"{point.steps:.0f} steps")
     return ", ".join([*parts, *([point.extra] if point.extra else [])])
@@ -114,6 +116,22 @@ class ThroughputPoint:
         if value is None:
             return "?"
         return f"{100 * value:.4g} %" if key == "sparsity" else f"{value:g}"
+
+
+CURVE = 3
+"""How many shares of skipping make a curve."""
+
+
+def share_curves(measured: Iterable[ThroughputPoint]) -> list[tuple[ThroughputPoint, ...]]:
+    """The points of one run that differ in nothing but the share they skip, by rising share, `CURVE` or more each."""
+    curves: dict[tuple[object, ...], dict[float, ThroughputPoint]] = defaultdict(dict)
+    for point in measured:
+        if point.sparsity is not None:
+            sizes = (point.phase, point.batch, point.prompt, point.gen if point.phase == "tpot" else None)
+            curves[*sizes, point.masks, point.mode, point.group_size, point.patterns, point.run][point.sparsity] = point
+    found = [tuple(by_share[share] for share in sorted(by_share)) for by_share in curves.values()]
+    kept = [curve for curve in found if len(curve) >= CURVE]
+    return sorted(kept, key=lambda c: (c[0].phase == "tpot", c[0].batch or 0, c[0].prompt or 0, c[0].group_size or 0))
 
 
 def throughput(runs: Iterable[StoredRun], models: Mapping[str, str]) -> list[ThroughputPoint]:

@@ -13,7 +13,7 @@ from widecli.report.points import Figure
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-Kind = Literal["text", "percent", "figure", "times", "count", "ms"]
+Kind = Literal["text", "percent", "figure", "times", "count", "rate", "ms"]
 Value = str | float | Figure | None
 
 
@@ -64,6 +64,8 @@ def shown(value: Value, kind: Kind) -> str:
         return f"{value:.2f}x"
     if kind == "count":
         return f"{value:g}"
+    if kind == "rate":
+        return f"{value:,.0f}"
     return f"{value:.2f}"
 
 

@@ -24,13 +24,13 @@ from widecli.model.budget import Budget
 from widecli.model.plan import ModelShape, RoutingPlan
 from widecli.model.routed import RoutedModel
 from widecli.ranks import Ranks
+from widecli.recipe import paper
 from widecli.recipe.schema import Recipe
 from widecli.train.estimate import estimate
 from widecli.train.loop import Trainer
 from widecli.train.sharding import Sharding, allocate, shard_layers
 
 LOSS_TOLERANCE = 0.02  # relative, in bf16
-PAPER_TOKENS = 10_000 * 16 * 4096  # a calibration of the paper
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,7 @@ def measure(recipe: Recipe, layout: Layout, steps: int, ranks: Ranks) -> dict[st
     return {
         "layout": layout.name,
         "ranks": ranks.size,
+        "batch_size": settings.batch_size,
         "micro_batch_size": micro.micro_batch_size,
         "tokens_per_second": speed,
         "flops_per_second_a_card": figures.flops / figures.tokens * speed / ranks.size,
@@ -118,7 +119,7 @@ def measure(recipe: Recipe, layout: Layout, steps: int, ranks: Ranks) -> dict[st
         "estimated_memory_bytes": figures.memory_bytes,
         "estimate_over_peak": figures.memory_bytes / peak if peak else None,
         "first_loss": records[0].lm_loss,
-        "hours_for_the_papers_tokens": PAPER_TOKENS / speed / 3600,
+        "hours_for_the_papers_tokens": paper.TOKENS / speed / 3600,
     }
 
 

@@ -12,9 +12,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
+import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,17 +27,18 @@ from torch import Tensor
 
 from widecli.errors import WideError
 from widecli.model import loss
-from widecli.model.backbone import load_backbone
+from widecli.model.backbone import load_backbone, load_shape
 from widecli.model.budget import Budget
 from widecli.model.plan import RoutingPlan
 from widecli.model.routed import RoutedModel
-from widecli.profiling.environment import environment
-from widecli.ranks import joined
+from widecli.profiling.environment import environment, without_home
+from widecli.ranks import Ranks, joined
 from widecli.recipe.load import resolve
 from widecli.recipe.schema import Recipe
 from widecli.train.loop import Trainer
 from widecli.train.scaling import measure_all, show_beside
 
+SCHEMA = "wide.train_speed/1"
 LOSS_TOLERANCE = 0.02  # relative; bf16 against fp32 differs by about 0.5 % here
 
 
@@ -122,17 +126,38 @@ def main() -> None:
     steps = arguments.steps or (4 if arguments.random else 30)
     with joined() as ranks:
         results = measure_all(recipe, steps, arguments.layout, ranks) if arguments.random else _variants(recipe, steps)
-    document = {
-        "schema": "wide.train_speed/1",
-        "recipe": recipe.model_dump(mode="json"),
-        "steps": steps,
-        "results": results,
-        "environment": environment(),
-    }
+    document = document_of(recipe, steps, results, ranks)
     if arguments.beside and ranks.is_first:
         show_beside(results, json.loads(arguments.beside.read_text())["results"])
     if arguments.out and ranks.is_first:
         arguments.out.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def document_of(recipe: Recipe, steps: int, results: Sequence[dict[str, Any]], ranks: Ranks) -> dict[str, Any]:
+    """What `--out` holds: the results, the model's sizes, the ranks, the command, and what they ran on.
+
+    Earlier documents lack `command`, `shape` and `ranks`.
+    """
+    words = map(without_home, sys.argv[1:])
+    return {
+        "schema": SCHEMA,
+        "command": " ".join([*_start(ranks), "-m", "widecli.train.speed", *map(shlex.quote, words)]),
+        "recipe": recipe.model_dump(mode="json"),
+        "shape": asdict(load_shape(recipe.model)),
+        "ranks": ranks.size,
+        "steps": steps,
+        "results": list(results),
+        "environment": environment(),
+    }
+
+
+def _start(ranks: Ranks) -> list[str]:
+    """The words before `-m`: torchrun where a group of ranks was started."""
+    if ranks.size == 1:
+        return ["python"]
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
+    nodes = ["--nnodes", str(ranks.size // here)] if here < ranks.size else []
+    return ["torchrun", *nodes, "--nproc-per-node", str(here)]
 
 
 def _variants(recipe: Recipe, steps: int) -> list[dict[str, Any]]:
