@@ -199,5 +199,6 @@ def _activation_bytes(
         kept = shape.num_hidden_layers * shape.hidden_size * value_bytes + layer
     else:
         kept = shape.num_hidden_layers * layer
-    decisions = groups * 4 * 6  # noise, its slices, masks and their gradients, fp32
+    # noise, its slices, masks and their gradients, fp32; of recomputed layers only the masks, which the budget reads
+    decisions = groups * 4 * (1 if recipe.train.activation_checkpointing else 6)
     return float(tokens * (kept + decisions) + _CHUNK_LOGITS_COPIES * CHUNK_BYTES)
