@@ -19,19 +19,23 @@ from render_kernels import table
 
 from widecli.report import plots
 from widecli.report.find import find_runs
-from widecli.report.report import Report, build, html_page
+from widecli.report.report import Report, build, html_page, markdown_page
 from widecli.report.scaling import scaling_points
 from widecli.report.scaling_view import scaling_table
 from widecli.report.tables import markdown
 
 HERE = Path(__file__).parent
 PLAIN, ARTICLES, PATTERNS = "smollm2-h200", "smollm2-h200-articles", "smollm2-h200-patterns"
+SWEEP, SCALING = "smollm2-h200-sweep", "scaling"
 HEAD = """# Measured results
 
 Written by `reports/render.py` from the records in this folder; no figure is typed by hand. Each row names its runs:
 `<folder>/calibrate-NAME` and `<folder>/eval-NAME` hold `summary.json`, `recipe.yaml` and `environment.json` (command,
 versions, device), the calibration also `metrics.jsonl`. `page/` is the page, and some of the plots, that `wide report
-reports/smollm2-h200 reports/smollm2-h200-patterns reports/profile reports/kernels` makes of them.
+reports/smollm2-h200-sweep reports/smollm2-h200-patterns reports/profile reports/kernels reports/scaling` makes of them.
+
+[`smollm2-h200-sweep`](smollm2-h200-sweep/README.md): sparsity 0.1 to 0.7 for groups and for whole parts, G from 16 to 512,
+and what LoRA adds: `wide sweep smollm2_sparsity`, `smollm2_groups` and `smollm2_lora`, as `wide report` renders them.
 """
 PLAIN_HEAD = """## SmolLM2-135M on one H200: what is kept
 
@@ -200,16 +204,17 @@ def insert(path: Path, mark: str, text: str) -> None:
     path.write_text(f"{before}{begin}\n{text}{end}{after}")
 
 
-def write_page() -> None:
-    """The page that `wide report` makes of the records here, and the plots that the READMEs show, in `page`.
+def write_pages() -> None:
+    """What `wide report` makes of the records here: the sweep's tables, and the page and the READMEs' plots in `page`.
 
     Without matplotlib the plots stay as they are.
     """
     with chdir(HERE.parent):  # paths in the page are as seen from there
-        whole, by_patterns = (
+        sweep, whole, by_patterns = (
             build([f"reports/{name}" for name in names])
-            for names in ((PLAIN, PATTERNS, "profile", "kernels"), (PATTERNS, "kernels"))
+            for names in ((SWEEP,), (SWEEP, PATTERNS, "profile", "kernels", SCALING), (PATTERNS, "kernels"))
         )
+    (HERE / SWEEP / "README.md").write_text(markdown_page(sweep))
     (HERE / "page" / "index.html").write_text(html_page(whole))
     draw_first(whole, "pareto-smollm2-135m-perplexity-wikitext2-flops", "pareto.png")
     draw_first(by_patterns, "pareto-smollm2-135m-perplexity-wikitext2-ffn-time", "ffn_time.png")
@@ -247,7 +252,7 @@ def main() -> None:
     ]
     (HERE / "README.md").write_text("\n".join(parts))
     insert(HERE.parent / "README.md", "results", readme_table())
-    write_page()
+    write_pages()
     render_kernels.render(HERE / "kernels")
     record = json.loads((HERE / "kernels" / "h200.json").read_text())
     insert(HERE.parent / "README.md", "kernels", render_kernels.short(record))

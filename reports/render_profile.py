@@ -41,6 +41,7 @@ PARTS = {
     "other": "other",
     "launch_gaps": "launch gaps",
 }
+_README_GROUP_SIZE = 128  # of random masks
 _FLAT = 5e-3  # share of a step below which a part has no row
 _END_TO_END_TOKENS = (64, 128, 512)
 
@@ -252,9 +253,14 @@ def page(records: list[Record], notes: dict[str, str]) -> str:
 
 
 def short(records: list[Record]) -> str:
-    """What the project's README shows: dense, routed at about half skipped, nothing skipped, transformers."""
+    """What the project's README shows: dense, routed at about half skipped, nothing skipped, transformers.
+
+    Of random masks those of one width, of learned ones single sequences; of points measured again the latest.
+    """
     found: dict[tuple[Any, ...], dict[str, Any]] = defaultdict(dict)
-    for record, point in _everything(records):
+    for record, point in _everything(sorted(records, key=lambda record: str(record.environment["date"]))):
+        if point["batch"] > 1 if point["masks"] == "learned" else point["group_size"] != _README_GROUP_SIZE:
+            continue
         key = (record.summary["model"], point["phase"], point["batch"], point["prompt"], groups_of(point))
         if point["sparsity"] == 0:
             found[key]["nothing"] = f"{100 * point['speedup']:.1f}"

@@ -133,18 +133,16 @@ def write(report: Report, out: Path, formats: Sequence[str]) -> list[Path]:
     if out.is_dir() and any(out.iterdir()) and not (out / REPORT_DOCUMENT).is_file():
         raise UsageError(f"{out} is not empty and holds no earlier report; name another folder with --out")
     tables = report.tables()
-    shared = [published_table(), runs_table(report.found.runs, report.found.documents)]
     texts: dict[str, str] = {}
     if "html" in formats:
         texts["report.html"] = html_page(report)
     if "md" in formats:
-        head = f"# {TITLE}\n\n{_lead(report)}\n" + "".join(f"\n- {note}" for note in report.notes) + "\n"
-        texts["report.md"] = "\n".join([head, *(markdown(table) for table in [*tables, *shared])])
+        texts["report.md"] = markdown_page(report)
     if "tex" in formats:
-        texts["report.tex"] = "% needs booktabs\n" + "\n".join(latex(table) for table in [*tables, shared[0]])
+        texts["report.tex"] = "% needs booktabs\n" + "\n".join(latex(table) for table in [*tables, published_table()])
     if "csv" in formats:
         texts["runs.csv"] = report.results.frame.drop(columns=["fullness"]).to_csv(index=False, lineterminator="\n")
-        texts |= {f"tables/{table.name}.csv": comma_separated(table) for table in [*tables, shared[0]]}
+        texts |= {f"tables/{table.name}.csv": comma_separated(table) for table in [*tables, published_table()]}
     pictures: dict[str, bytes] = {}
     drawn = [kind for kind in ("png", "svg") if kind in formats]
     if drawn:
@@ -200,6 +198,13 @@ def html_page(report: Report) -> str:
         sections.append(Section("Notes", (Lines(report.notes),)))
     sections.append(Section("Runs", (runs_table(report.found.runs, report.found.documents),)))
     return page(TITLE, _lead(report), sections)
+
+
+def markdown_page(report: Report) -> str:
+    """All tables, one below the other."""
+    head = f"# {TITLE}\n\n{_lead(report)}\n" + "".join(f"\n- {note}" for note in report.notes) + "\n"
+    tables = [*report.tables(), published_table(), runs_table(report.found.runs, report.found.documents)]
+    return "\n".join([head, *map(markdown, tables)])
 
 
 def _lead(report: Report) -> str:
