@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tiny_models import random_ids, tiny_routed
 from widecli.errors import UsageError
-from widecli.model.pattern_fit import Conversion, Match, codebooks_of, convert, fit_codebooks, lloyd
+from widecli.model.pattern_fit import Conversion, Match, codebooks_of, convert, fit_codebooks, lloyd, observe
 from widecli.model.patterns import every_pattern
 from widecli.model.plan import PatternPlan
 from widecli.model.thresholds import Batch, collect_margins
@@ -56,6 +56,33 @@ def test_empty_patterns_are_seeded_from_the_worst_served_tokens() -> None:
 def test_dense_and_empty_patterns_are_found_where_tokens_want_them() -> None:
     z = torch.cat([torch.rand(9, 5) + 0.1, -torch.rand(9, 5) - 0.1])
     assert sorted(lloyd(z, 2, generator(0)).tolist()) == [[False] * 5, [True] * 5]
+
+
+def test_a_pattern_that_a_massive_token_takes_runs_its_group() -> None:
+    """Among a hundred tokens that skip group 1 one that runs it is outvoted, unless it cannot do without it."""
+    z = torch.tensor([[3.0, -1.0, 2.0]]).repeat(101, 1)
+    z[7, 1] = 0.5
+    assert lloyd(z, 1, generator(0)).tolist() == [[True, False, True]]
+    kept = lloyd(z, 1, generator(0), massive=torch.tensor([[7, 1]]))
+    assert kept.tolist() == [[True, True, True]]
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_massive_contributions_are_found_and_every_pattern_taken_runs_them(segments: int) -> None:
+    routed = tiny_routed(mode="patterns", patterns=PatternPlan(2, segments, "ffn"))
+    decision = routed.decisions[1, "ffn"]
+    _, down = routed.part_modules(routed.decoder_layers()[1], "ffn")
+    width = down.weight.shape[1] // decision.router.groups
+    with routed.bits():
+        assert not len(observe(routed, text())[decision].massive)
+        with torch.no_grad():
+            down.weight[:, 2 * width : 3 * width] *= 1e4
+        observed = observe(routed, text())[decision]
+    assert len(observed.massive) > 0
+    assert observed.massive[:, 1].unique().tolist() == [2]
+    fit_codebooks(routed, dict.fromkeys(codebooks_of(routed), observed), seed=0)
+    assert decision.codebook is not None
+    assert decision.codebook.decide(observed.z)[observed.massive[:, 0], 2].all()
 
 
 def test_more_patterns_than_tokens_are_refused() -> None:
@@ -118,8 +145,8 @@ def test_more_patterns_agree_more_and_all_of_them_fully() -> None:
 def test_a_refit_goes_on_from_the_patterns_it_has() -> None:
     routed = tiny_routed(mode="patterns", patterns=PatternPlan(3, 2, "ffn"))
     with routed.bits():
-        z = collect_margins(routed, text())
-    fit_codebooks(routed, z, seed=0, rounds=50)
+        observed = observe(routed, text())
+    fit_codebooks(routed, observed, seed=0, rounds=50)
     before = {d: book.bits.clone() for d, book in codebooks_of(routed).items()}
-    fit_codebooks(routed, z, seed=5, refit=True)
+    fit_codebooks(routed, observed, seed=5, refit=True)
     assert all(torch.equal(book.bits, before[d]) for d, book in codebooks_of(routed).items())

@@ -2,11 +2,16 @@
 
 Lloyd's iterations as in k-means: every token takes the pattern that scores best, every pattern becomes the sign of its
 tokens' summed margins, which is the best pattern for them. Neither step lowers the sum of the scores.
+
+Margins know whether a group matters, and hardly how much. In one layer or two, Llama-like models have groups that add
+to the residual of a sequence's first token thousands of times what any other does, and the attention of all later
+tokens rests on it ("massive activations", arXiv 2402.17762). These tokens are few, so summed margins can outvote them:
+then the perplexity of SmolLM2 rose by half (measured). So every pattern that such a token takes runs those groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,21 +22,82 @@ from widecli.errors import UsageError
 from widecli.model.patterns import Codebook
 from widecli.model.plan import PARTS, PartName
 from widecli.model.routed import Decision, RoutedModel
-from widecli.model.thresholds import Batch, Margins, Solver, collect_margins, common_shift, meet, rows, skipped_share
+from widecli.model.thresholds import (
+    Batch,
+    Margins,
+    Solver,
+    collect_margins,
+    common_shift,
+    hooked,
+    meet,
+    rows,
+    skipped_share,
+)
+from widecli.model.warm_start import contribution
 
 ROUNDS = 15
 MATCH_PASSES = 3
+MASSIVE = 30.0  # times the median norm of what a group adds: ordinary ones reach 13 in SmolLM2, massive ones 1900
 Match = Literal["global", "layer", "none"]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one decision's patterns are fitted to: margins `z` [n, N] of n tokens, and which groups that these tokens run
+    add a massive part to the residual, `massive` int64 [m, 2] of (token, group)."""
+
+    z: Tensor
+    massive: Tensor
+
+
+@torch.no_grad()
+def observe(routed: RoutedModel, batches: Sequence[Batch]) -> dict[Decision, Observed]:
+    """Margins and massive contributions on the real tokens of a text, the model routed as it is now."""
+    found: dict[Decision, list[Tensor]] = {}
+    seen: dict[Decision, int] = {}
+    valid: list[Tensor | None] = [None]
+
+    def on_input(decision: Decision, x: Tensor) -> None:
+        return
+
+    def on_output(decision: Decision, part: PartName, hidden: Tensor, weight: Tensor) -> None:
+        if decision.codebook is None:
+            return
+        added = contribution(rows(hidden, valid[0]), weight, decision.router.groups)
+        ordinary = added.median()
+        pairs = (added > MASSIVE**2 * ordinary).nonzero() if float(ordinary) > 0 else added.new_zeros(0, 2).long()
+        pairs[:, 0] += seen.get(decision, 0)
+        seen[decision] = seen.get(decision, 0) + len(added)
+        found.setdefault(decision, []).append(pairs)
+
+    z: dict[Decision, list[Tensor]] = {}
+    for ids, mask in batches:
+        valid[0] = mask
+        with hooked(routed, on_input, on_output):
+            for decision, margin in collect_margins(routed, [(ids, mask)]).items():
+                z.setdefault(decision, []).append(margin)
+    result = {}
+    for decision, parts in z.items():
+        margins = torch.cat(parts)
+        massive = torch.cat(found[decision]) if decision in found else margins.new_zeros(0, 2).long()
+        wanted = margins[massive[:, 0], massive[:, 1]] >= 0  # the routers may have found that one can be spared
+        result[decision] = Observed(margins, massive[wanted])
+    return result
 
 
 @torch.no_grad()
 def lloyd(
-    z: Tensor, count: int, generator: torch.Generator, rounds: int = ROUNDS, start: Tensor | None = None
+    z: Tensor,
+    count: int,
+    generator: torch.Generator,
+    rounds: int = ROUNDS,
+    start: Tensor | None = None,
+    massive: Tensor | None = None,
 ) -> Tensor:
     """`count` patterns for margins z [n, w], bool [count, w]; from `start` [count, w], else from tokens' bits.
 
-    A pattern that no token takes is seeded anew with the bits of the tokens that lose most. Raises UsageError for more
-    patterns than tokens.
+    A pattern that no token takes is seeded anew with the bits of the tokens that lose most; one that a token of
+    `massive` [m, 2] takes runs that one's group. Raises UsageError for more patterns than tokens.
     """
     tokens, width = z.shape
     if count > tokens:
@@ -46,11 +112,26 @@ def lloyd(
         sums = z.new_zeros(count, width).index_add_(0, taken, z)
         used = torch.bincount(taken, minlength=count) > 0
         updated = torch.where(used.unsqueeze(-1), sums >= 0, patterns)
+        _keep(updated, taken, massive)
         _reseed(updated, used, z, best_possible - score)
         if torch.equal(updated, patterns):
             break
         patterns = updated
+    if massive is not None and len(massive):
+        # the last update may have moved tokens to other patterns; bits are only ever set, so this comes to an end
+        while _keep(patterns, (z @ (2.0 * patterns - 1).T).argmax(-1), massive):
+            pass
     return patterns
+
+
+def _keep(patterns: Tensor, taken: Tensor, massive: Tensor | None) -> bool:
+    """Let the patterns that tokens take run the massive groups of these, in place; whether that changed any."""
+    if massive is None or not len(massive):
+        return False
+    where = taken[massive[:, 0]], massive[:, 1]
+    lacked = not bool(patterns[where].all())
+    patterns[where] = True
+    return lacked
 
 
 def _first_patterns(z: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -80,24 +161,35 @@ def _reseed(patterns: Tensor, used: Tensor, z: Tensor, loss: Tensor) -> None:
         patterns[index] = torch.tensor(bits, device=patterns.device)
 
 
-def fit_codebook(codebook: Codebook, z: Tensor, seed: int, rounds: int = ROUNDS, *, refit: bool = False) -> None:
-    """Set a codebook's patterns from margins z [n, N]; `refit` goes on from the ones it has. A complete one stays."""
+def fit_codebook(
+    codebook: Codebook, observed: Observed, seed: int, rounds: int = ROUNDS, *, refit: bool = False
+) -> None:
+    """Set a codebook's patterns by what was observed; `refit` goes on from the ones it has. A complete one stays."""
     size = codebook.size
     if size.complete:
         return
     generator = torch.Generator().manual_seed(seed)
-    parts = z.view(-1, size.segments, size.width)
-    fitted = [
-        lloyd(parts[:, s], size.count, generator, rounds, codebook.bits[s] if refit else None)
-        for s in range(size.segments)
-    ]
+    parts = observed.z.view(-1, size.segments, size.width)
+    segment_of = observed.massive[:, 1] // size.width
+    fitted = []
+    for s in range(size.segments):
+        here = observed.massive[segment_of == s] - observed.massive.new_tensor([0, s * size.width])
+        start = codebook.bits[s] if refit else None
+        fitted.append(lloyd(parts[:, s], size.count, generator, rounds, start, here))
     codebook.set_bits(torch.stack(fitted))
 
 
-def fit_codebooks(routed: RoutedModel, z: Margins, seed: int, rounds: int = ROUNDS, *, refit: bool = False) -> None:
+def fit_codebooks(
+    routed: RoutedModel,
+    observed: Mapping[Decision, Observed],
+    seed: int,
+    rounds: int = ROUNDS,
+    *,
+    refit: bool = False,
+) -> None:
     """`fit_codebook` for every codebook of a model."""
     for decision, codebook in codebooks_of(routed).items():
-        fit_codebook(codebook, z[decision], seed, rounds, refit=refit)
+        fit_codebook(codebook, observed[decision], seed, rounds, refit=refit)
 
 
 def codebooks_of(routed: RoutedModel) -> dict[Decision, Codebook]:
@@ -166,15 +258,16 @@ def convert(
     measured = sum(len(rows(ids, valid)) for ids, valid in sample)
     say("reading the text, every group deciding by itself")
     with routed.bits():
-        z = collect_margins(routed, batches)
+        observed = observe(routed, batches)
+        z = {d: seen.z for d, seen in observed.items()}
         wanted = {d: skipped_share(d, z[d][:measured]) for d in z}
         decided = {d: d.gate.decide(z[d]) for d in z}
     say("finding patterns")
-    fit_codebooks(routed, z, seed)
+    fit_codebooks(routed, observed, seed)
     codebooks = codebooks_of(routed)
     agreement = {d: float((d.gate.decide(z[d]) == decided[d]).float().mean()) for d in codebooks}
     tokens = len(next(iter(z.values())))
-    del z, decided
+    del z, observed, decided
     say("measuring what they skip")
     found = collect_margins(routed, sample)
     raw = {d: skipped_share(d, margin) for d, margin in found.items()}

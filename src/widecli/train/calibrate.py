@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from widecli.model.pattern_fit import fit_codebooks
+from widecli.model.pattern_fit import fit_codebooks, observe
 from widecli.model.routed import RoutedModel
-from widecli.model.thresholds import Batch, collect_margins, meet_budget
+from widecli.model.thresholds import Batch, meet_budget
 from widecli.model.warm_start import WarmStart, closed_form
 from widecli.recipe.load import ResolvedRecipe
 from widecli.recipe.schema import Recipe
@@ -72,6 +72,6 @@ def _start_routers(job: Job, reporter: Reporter) -> None:
             if calibrated:
                 # fitted to the start itself they would hardly skip, and training could not reach the budget with them
                 meet_budget(routed, batches, job.budget)
-            fit_codebooks(routed, collect_margins(routed, batches), recipe.train.seed)
+            fit_codebooks(routed, observe(routed, batches), recipe.train.seed)
     if calibrated and has_patterns:
         meet_budget(routed, batches, job.budget.scaled(share))

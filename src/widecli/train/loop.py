@@ -21,9 +21,8 @@ from widecli.model import patterns
 from widecli.model.budget import Budget
 from widecli.model.gate import Gumbel, logistic_noise, noise_seed
 from widecli.model.loss import distillation_loss, next_token_loss
-from widecli.model.pattern_fit import ROUNDS, fit_codebooks
+from widecli.model.pattern_fit import ROUNDS, fit_codebooks, observe
 from widecli.model.routed import RoutedModel
-from widecli.model.thresholds import collect_margins
 from widecli.ranks import current
 from widecli.train.distributed import differentiable_total, refuse_shares, sum_gradients
 from widecli.train.schedules import budget_share, learning_rate, temperature
@@ -273,10 +272,10 @@ class Trainer:
         for start in range(0, len(rows), self.micro_batch_size):
             ids, valid = self.fetch(step, rows[start : start + self.micro_batch_size])
             batches.append((ids.to(self.device), None if valid is None else valid.to(self.device)))
-        # hooks that read margins are no part of the compiled layers
+        # hooks are no part of the compiled layers
         with torch.compiler.set_stance("force_eager"):
-            z = collect_margins(self.routed, batches)
-        fit_codebooks(self.routed, z, self.settings.seed, ROUNDS if anew else REFIT_ROUNDS, refit=not anew)
+            observed = observe(self.routed, batches)
+        fit_codebooks(self.routed, observed, self.settings.seed, ROUNDS if anew else REFIT_ROUNDS, refit=not anew)
         self.ranks.copy_first([*self.routed.codebooks.buffers(), *self.routed.codebooks.parameters()])
 
     def _accumulate(self, step: int) -> tuple[Tensor, int]:
