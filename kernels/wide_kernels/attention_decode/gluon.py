@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from wide_kernels.attention_decode.configs import hopper_config
+from wide_kernels.attention_decode.launch import in_packets
 from wide_kernels.attention_decode.triton import LOG2_E
 from wide_kernels.counters import counters
 from wide_kernels.dispatch import on_device_of
@@ -314,7 +315,13 @@ def attend(
     batch, _, heads, size = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    q = q if q.stride(3) == 1 and q.stride(2) % 16 == 0 else q.contiguous()
+    q = q if in_packets(q) else q.clone(memory_format=torch.contiguous_format)
+    # The stride of a dimension of size 1 may be anything, and would hide that the others are multiples of 16.
+    strides = [
+        stride if length > 1 else 0
+        for tensor, dims in ((q, (0, 2)), (k, (0, 1, 2)), (v, (0, 1, 2)))
+        for length, stride in ((tensor.shape[i], tensor.stride(i)) for i in dims)
+    ]
     shared = heads // kv_heads
     config = hopper_config(q.device)
     step = config["PROGRAMS"] // kv_heads
@@ -330,8 +337,7 @@ def attend(
             count = len(flags)
             exchange_kernel[(config["PROGRAMS"],)](
                 q[part], k[part], v[part], o[part], flags, lengths, starts, words, count, keys, scale * LOG2_E,
-                q.stride(0), q.stride(2), *k.stride()[:3], *v.stride()[:3],
-                kv_heads, shared, heads // mask.shape[1], size, *known,
+                *strides, kv_heads, shared, heads // mask.shape[1], size, *known,
                 triton.next_power_of_2(count * kv_heads), triton.next_power_of_2(shared),
                 **config, launch_pdl=bool(config["PDL"]),
             )  # fmt: skip

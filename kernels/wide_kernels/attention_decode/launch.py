@@ -81,10 +81,16 @@ def _not_on_hopper(shared: int, k: Tensor, v: Tensor) -> str | None:
     if kv_heads > multiprocessors(k.device):
         return f"there must be a multiprocessor for each KV head, got {kv_heads} heads"
     for name, tensor in (("k", k), ("v", v)):
-        strides = tensor.stride()
-        if strides[3] != 1 or any(stride % 16 for stride in strides[:3]) or tensor.storage_offset() % 8:
-            return f"heads of {name} must be contiguous and begin at multiples of 16 numbers, its strides are {strides}"
+        if not in_packets(tensor):
+            return f"heads of {name} must be contiguous and 32-byte multiples apart, its strides are {tensor.stride()}"
     return None
+
+
+def in_packets(tensor: Tensor) -> bool:
+    """Whether every head of q, k or v [B, T, H, d] can be read 16 bytes at a time."""
+    sizes, strides = tensor.shape, tensor.stride()
+    apart = (stride % 16 == 0 for size, stride in zip(sizes[:3], strides[:3], strict=True) if size > 1)
+    return strides[3] == 1 and all(apart) and tensor.storage_offset() % 8 == 0
 
 
 @torch.library.custom_op(
