@@ -45,6 +45,12 @@ def picked(values, chosen):
 
 
 @gluon.jit
+def quotient(a, b):
+    """a // b for numbers that are not negative: half the instructions of a signed division."""
+    return (a.to(gl.uint32) // b.to(gl.uint32)).to(gl.int32)
+
+
+@gluon.jit
 def published(x):
     """fp32 as a word that is not zero."""
     return x.to(gl.int32, bitcast=True) | 1
@@ -76,23 +82,27 @@ def run_of(
         ends = gl.minimum(gl.load(kv_len + sequence, mask=inside, other=0).to(gl.int32), keys)
     active = (runs != 0).to(gl.int32)
     count = gl.sum(active, 0)
-    each = PROGRAMS // gl.maximum(count, 1)  # the launcher sees to it that there are as many programs as pairs
-    rank = program // each
+    some = gl.maximum(count, 1)
+    # Program p works on active pair p * count // PROGRAMS; the launcher sees to it that there are enough for all.
+    rank = program * count // PROGRAMS
+    lowest = quotient(rank * PROGRAMS + some - 1, some)
+    sharing = quotient((rank + 1) * PROGRAMS + some - 1, some) - lowest
     here = (gl.associative_scan(active, 0, plus) == rank + 1) & (active != 0)
     pair = picked(number, here)
     begin = picked(begins, here)
     end = gl.maximum(picked(ends, here), begin)
     units = (end - begin + EVEN - 1) // EVEN
-    parts = gl.minimum(gl.minimum(each, SLOTS), gl.maximum(units, 1))
-    part = program - rank * each
-    first = begin + units * part // parts * EVEN
-    end = gl.minimum(begin + units * (part + 1) // parts * EVEN, end)
-    return runs, pair, first, end, part, gl.where(rank < count, parts, 0)
+    parts = gl.minimum(gl.minimum(sharing, SLOTS), gl.maximum(units, 1))
+    part = program - lowest
+    first = begin + quotient(units * part, parts) * EVEN
+    end = gl.minimum(begin + quotient(units * (part + 1), parts) * EVEN, end)
+    return runs, pair, first, end, part, gl.where(count > 0, parts, 0)
 
 
 @gluon.jit
 def fetch(
-    k_base, v_base, first, end, turn, k_slots, v_slots, stride_kt, stride_vt,
+    k_base, v_base, first, end, turn, k_slots, v_slots,
+    STEP_K: gl.constexpr, STEP_V: gl.constexpr,
     LOAD: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Begin to copy the keys and values of step `turn`, zeros behind the end; each warp's KEYS lie together."""
@@ -104,10 +114,10 @@ def fetch(
     key = warp * KEYS + place
     known = key < end - at
     slot = turn % STAGES
-    k_tile = k_base + at.to(gl.int64) * stride_kt
-    v_tile = v_base + at.to(gl.int64) * stride_vt
-    async_copy.async_copy_global_to_shared(k_slots.index(slot), k_tile + (key * stride_kt + depth), mask=known)
-    async_copy.async_copy_global_to_shared(v_slots.index(slot), v_tile + (key * stride_vt + depth), mask=known)
+    k_tile = k_base + at.to(gl.int64) * STEP_K
+    v_tile = v_base + at.to(gl.int64) * STEP_V
+    async_copy.async_copy_global_to_shared(k_slots.index(slot), k_tile + (key * STEP_K + depth), mask=known)
+    async_copy.async_copy_global_to_shared(v_slots.index(slot), v_tile + (key * STEP_V + depth), mask=known)
 
 
 @gluon.jit
@@ -196,15 +206,15 @@ def exchange_kernel(
     stride_qb,
     stride_qh,
     stride_kb,
-    stride_kt,
     stride_kh,
     stride_vb,
-    stride_vt,
     stride_vh,
     H_K: gl.constexpr,
     SHARED: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
+    STEP_K: gl.constexpr,
+    STEP_V: gl.constexpr,
     HAS_KV_LEN: gl.constexpr,
     HAS_KV_START: gl.constexpr,
     PAIRS: gl.constexpr,
@@ -216,6 +226,8 @@ def exchange_kernel(
     PDL: gl.constexpr,
 ):
     """A run of one pair's keys, then a slice of that pair's result. `scale` holds log2 e; ROWS: a power of 2 >= SHARED.
+
+    STEP_K, STEP_V: strides from key to key, known to the compiler so that addresses are ready when the mask arrives.
 
     words int32 [PROGRAMS, SHARED * D + SHARED * D / (4 warps)]: what a program publishes, its values and, once for each
     slice, the logarithm of its sum of weights. All zero before and after.
@@ -247,7 +259,7 @@ def exchange_kernel(
     q_rows = q + sequence.to(gl.int64) * stride_qb + (kv * SHARED + row) * stride_qh + depth
     for turn in range(0, STAGES - 1):
         if turn < steps:
-            fetch(k_base, v_base, first, end, turn, k_slots, v_slots, stride_kt, stride_vt, LOAD, KEYS, D, STAGES)
+            fetch(k_base, v_base, first, end, turn, k_slots, v_slots, STEP_K, STEP_V, LOAD, KEYS, D, STAGES)
         if turn == 0:
             async_copy.async_copy_global_to_shared(q_tile, q_rows, mask=row < SHARED)
         async_copy.commit_group()
@@ -263,7 +275,7 @@ def exchange_kernel(
             head = gl.arange(0, ROWS, gl.SliceLayout(1, RESULT))[:, None]
             channel = gl.arange(0, D, gl.SliceLayout(0, RESULT))[None, :]
             nothing = gl.zeros([ROWS, D], dtype, RESULT)
-            gl.store(o + other.to(gl.int64) * (SHARED * D) + head * D + channel, nothing, mask=head < SHARED)
+            gl.store(o + other * (SHARED * D) + head * D + channel, nothing, mask=head < SHARED)
 
     if part < parts:
         acc = gl.zeros([WARPS, BM, D], gl.float32, SCORES)
@@ -276,7 +288,7 @@ def exchange_kernel(
         for turn in range(0, steps):
             if turn + STAGES - 1 < steps:
                 fetch(
-                    k_base, v_base, first, end, turn + STAGES - 1, k_slots, v_slots, stride_kt, stride_vt,
+                    k_base, v_base, first, end, turn + STAGES - 1, k_slots, v_slots, STEP_K, STEP_V,
                     LOAD, KEYS, D, STAGES,
                 )  # fmt: skip
             async_copy.commit_group()
@@ -317,11 +329,8 @@ def attend(
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     q = q if in_packets(q) else q.clone(memory_format=torch.contiguous_format)
     # The stride of a dimension of size 1 may be anything, and would hide that the others are multiples of 16.
-    strides = [
-        stride if length > 1 else 0
-        for tensor, dims in ((q, (0, 2)), (k, (0, 1, 2)), (v, (0, 1, 2)))
-        for length, stride in ((tensor.shape[i], tensor.stride(i)) for i in dims)
-    ]
+    strides = [tensor.stride(i) if tensor.shape[i] > 1 else 0 for tensor in (q, k, v) for i in (0, 2)]
+    steps = [tensor.stride(1) if keys > 1 else 0 for tensor in (k, v)]
     shared = heads // kv_heads
     config = hopper_config(q.device)
     step = config["PROGRAMS"] // kv_heads
@@ -337,7 +346,7 @@ def attend(
             count = len(flags)
             exchange_kernel[(config["PROGRAMS"],)](
                 q[part], k[part], v[part], o[part], flags, lengths, starts, words, count, keys, scale * LOG2_E,
-                *strides, kv_heads, shared, heads // mask.shape[1], size, *known,
+                *strides, kv_heads, shared, heads // mask.shape[1], size, *steps, *known,
                 triton.next_power_of_2(count * kv_heads), triton.next_power_of_2(shared),
                 **config, launch_pdl=bool(config["PDL"]),
             )  # fmt: skip
