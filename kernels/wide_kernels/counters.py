@@ -10,11 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-CAPTURED = 1 << 20  # counters set aside for captured launches of one device: 4 MB
+CAPTURED = 1 << 20  # counters set aside for a use's captured launches on one device, at least: 4 MB
+CAPTURED_LAUNCHES = 128  # and for as many launches as the first, which suffices for a graph of a whole model
 EAGER = 4096  # at first, for a use and stream
 
 _of_stream: dict[tuple[str, str, int | None, int], Tensor] = {}
-_for_graphs: dict[int, tuple[Tensor, int]] = {}  # and how many are taken
+_for_graphs: dict[tuple[str, int], tuple[Tensor, int]] = {}  # and how many are taken
 
 
 def counters(use: str, device: torch.device, size: int) -> Tensor:
@@ -23,9 +24,10 @@ def counters(use: str, device: torch.device, size: int) -> Tensor:
         return _stream_counters(use, device, size, 0)
     index = torch.cuda.current_device() if device.index is None else device.index
     if torch.cuda.is_current_stream_capturing():
-        return _captured_counters(index, device, size)
-    if index not in _for_graphs:  # memory for graphs must be there and cleared before a capture begins
-        _for_graphs[index] = (torch.zeros(CAPTURED, dtype=torch.int32, device=device), 0)
+        return _captured_counters(use, index, device, size)
+    if (use, index) not in _for_graphs:  # memory for graphs must be there and cleared before a capture begins
+        aside = max(CAPTURED, CAPTURED_LAUNCHES * size)
+        _for_graphs[use, index] = (torch.zeros(aside, dtype=torch.int32, device=device), 0)
         torch.cuda.synchronize(index)  # once: graphs that run on other streams read it
     return _stream_counters(use, device, size, torch.cuda.current_stream(index).cuda_stream)
 
@@ -38,9 +40,9 @@ def _stream_counters(use: str, device: torch.device, size: int, stream: int) -> 
     return found
 
 
-def _captured_counters(index: int, device: torch.device, size: int) -> Tensor:
-    slab, taken = _for_graphs.get(index, (None, 0))
-    if slab is None or taken + size > CAPTURED:  # no call came before the capture: the graph clears its own each time
+def _captured_counters(use: str, index: int, device: torch.device, size: int) -> Tensor:
+    slab, taken = _for_graphs.get((use, index), (None, 0))
+    if slab is None or taken + size > slab.numel():  # no call came before the capture: the graph clears its own
         return torch.zeros(size, dtype=torch.int32, device=device)
-    _for_graphs[index] = (slab, taken + size)
+    _for_graphs[use, index] = (slab, taken + size)
     return slab[taken : taken + size]

@@ -14,6 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from wide_kernels.attention_decode import configs as decode_configs
+from wide_kernels.attention_decode import gluon as decode_kernels
 from wide_kernels.gemm_k import configs as k_configs
 from wide_kernels.gemm_k import gluon as k_kernels
 from wide_kernels.gemm_k import pattern_gluon as k_patterns
@@ -34,7 +36,9 @@ def compiled(kernel: Any, types: dict[str, str], values: dict[str, Any]) -> dict
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
-        if signature[name].startswith("*") or name == "stride_h"
+        if signature[name].startswith("*")
+        or name == "stride_h"
+        or name.startswith(("stride_k", "stride_v", "stride_q"))
     }
     binary = triton.compile(
         GluonASTSource(kernel, signature, constants, aligned),
@@ -49,6 +53,9 @@ def compiled(kernel: Any, types: dict[str, str], values: dict[str, Any]) -> dict
         "cp.async.bulk.tensor",
         "setmaxnreg",
         "add.noftz.v8.bf16",
+        "mma.sync",
+        "ldmatrix",
+        "ld.volatile.global.v4",
     )
     return {"shared": binary.metadata.shared} | {mark: ptx.count(mark) for mark in marks}
 
@@ -102,6 +109,18 @@ def packed_k(width: int, by_channel: bool, residual: bool) -> tuple[Any, dict[st
     return k_patterns.packed_kernel, types, values | config
 
 
+def attention_decode(dtype: str, size: int, shared: int, batch: int) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    """The same of decode attention with 8 KV heads of `size`, each of which `shared` query heads share."""
+    config = decode_configs.hopper_config(torch.device("cpu")) | {"PROGRAMS": 132, "SLOTS": 128}
+    kernel = decode_kernels.exchange_kernel
+    types = dict.fromkeys(("q", "k", "v", "o"), f"*{dtype}") | {"mask": "*u8", "words": "*i32", "scale": "fp32"}
+    types |= dict.fromkeys(("kv_len", "kv_start"), "*i64") | dict.fromkeys(("batch", "keys"), "i32")
+    types |= {name: "i32" for name in kernel.arg_names if name.startswith("stride")}
+    values = {"H_K": 8, "SHARED": shared, "GROUP": shared, "D": size, "HAS_KV_LEN": True, "HAS_KV_START": batch > 1}
+    values |= {"STEP_K": 8 * size, "STEP_V": 8 * size}
+    return kernel, types, values | {"PAIRS": 8 * batch, "ROWS": triton.next_power_of_2(shared)} | config
+
+
 def main() -> None:
     """Compile everything."""
     kernels = {f"gemm_mn {width}": gemm_mn(width, False, "bf16") for width in (16, 128, 256)}
@@ -111,6 +130,8 @@ def main() -> None:
     kernels |= {"pattern mn 16": pattern_mn(16, False, packed=False)}
     kernels |= {f"packed k {width}": packed_k(width, True, residual=width == 32) for width in (16, 32, 128)}
     kernels |= {"packed k by column": packed_k(128, False, residual=True)}
+    decode = {"bf16 128": ("bf16", 128, 4, 1), "fp16 128": ("fp16", 128, 4, 16), "bf16 64": ("bf16", 64, 3, 2)}
+    kernels |= {f"attention_decode {name}": attention_decode(*sizes) for name, sizes in decode.items()}
     found = {name: compiled(*kernel) for name, kernel in kernels.items()}
     print(json.dumps({"triton": triton.__version__, "kernels": found}))
 

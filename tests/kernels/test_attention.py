@@ -148,6 +148,18 @@ def test_keys_are_one_matrix_or_are_not() -> None:
     assert rows_of_keys(torch.zeros(3, 20, 64, 2).transpose(2, 3)) is None
 
 
+def test_heads_come_in_packets_or_do_not() -> None:
+    from wide_kernels.attention_decode.launch import in_packets
+
+    cache = torch.zeros(3, 20, 2, 64)
+    assert in_packets(cache) and in_packets(cache[1:, 3:9])
+    assert in_packets(torch.zeros(3, 2, 20, 64).transpose(1, 2))  # heads before keys
+    assert in_packets(torch.zeros(1, 1, 2, 64).as_strided((1, 1, 2, 64), (7, 5, 64, 1)))  # nothing is 7 or 5 apart
+    assert not in_packets(torch.zeros(3, 20, 2, 72)[..., :64])
+    assert not in_packets(torch.zeros(3, 20, 64, 2).transpose(2, 3))
+    assert not in_packets(torch.zeros(3, 20, 2, 128)[..., 4:])
+
+
 def test_decode_takes_one_token_a_sequence() -> None:
     with pytest.raises(wk.UnsupportedError, match="must be 1, got 5"):
         wk.attention_decode(Q, K, V, MASK)

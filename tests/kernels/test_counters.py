@@ -45,3 +45,17 @@ def test_a_large_launch_gets_enough_counters(pretended_gpu: dict[str, int]) -> N
     device = torch.device("cuda", 0)
     counters.counters("a", device, 1)
     assert counters.counters("a", device, counters.EAGER + 1).numel() > counters.EAGER
+
+
+def test_what_takes_many_counters_has_some_set_aside_for_a_whole_graph(
+    pretended_gpu: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counters, "CAPTURED", 8)
+    monkeypatch.setattr(counters, "CAPTURED_LAUNCHES", 3)
+    device = torch.device("cuda", 0)
+    counters.counters("few", device, 2)
+    counters.counters("many", device, 100)
+    pretended_gpu["capturing"] = 1
+    places = [counters.counters("many", device, 100).data_ptr() for _ in range(3)]
+    assert [place - places[0] for place in places] == [0, 400, 800]
+    assert counters.counters("few", device, 2).data_ptr() not in range(places[0], places[0] + 1200)

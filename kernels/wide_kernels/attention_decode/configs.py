@@ -24,3 +24,13 @@ def decode_config(size: int, dtype: torch.dtype, device: torch.device, blocks_of
     config |= forced("attention_decode")
     programs = config.pop("EACH") * multiprocessors(device)
     return config | {"PROGRAMS": max(1, min(programs, -(-blocks_of // config["BN"])))}
+
+
+def hopper_config(device: torch.device) -> dict[str, int]:
+    """PROGRAMS over the whole device, EACH of them a processor; KEYS a warp and step, of which STAGES are in memory.
+
+    Every program must be resident, since they wait for each other. SLOTS: at most as many share one pair.
+    """
+    config = {"EACH": 1, "num_warps": 4, "KEYS": 16, "STAGES": 6, "PDL": 0} | forced("hopper_decode")
+    programs = config.pop("EACH") * multiprocessors(device)
+    return config | {"PROGRAMS": programs, "SLOTS": min(128, 1 << (programs - 1).bit_length())}

@@ -17,7 +17,10 @@ from wide_kernels.checks import (
     same_size,
     too_long_heads,
 )
-from wide_kernels.dispatch import Problem, choose
+from wide_kernels.dispatch import Problem, choose, multiprocessors
+
+MOST_SHARED = 16  # query heads of a KV head in the one-launch kernel
+PASSED_OVER = {"gluon": "it runs only when asked for by name"}
 
 
 def attention_decode(
@@ -61,7 +64,33 @@ def attention_decode_problem(
     same_device(op, q, "the mask", mask)
     same_size(op, "rows of the mask (B)", rows, batch)
     group_width(op, "H_q", heads, groups)
-    return Problem(op, q.device, q.dtype, {"head_dim": q.shape[3]}, refused=too_long_heads(q.shape[3]))
+    refused = too_long_heads(q.shape[3])
+    why = _not_on_hopper(heads // k.shape[2], k, v)
+    if why:
+        refused["gluon"] = why
+    return Problem(op, q.device, q.dtype, {"head_dim": q.shape[3]}, refused=refused, passed_over=PASSED_OVER)
+
+
+def _not_on_hopper(shared: int, k: Tensor, v: Tensor) -> str | None:
+    """What the one-launch kernel does not take: it copies keys 16 bytes at a time and holds 16 query heads at most."""
+    kv_heads, size = k.shape[2:]
+    if size not in (64, 128):
+        return f"head_dim must be 64 or 128, got {size}"
+    if shared > MOST_SHARED:
+        return f"at most {MOST_SHARED} query heads may share a KV head, got {shared}"
+    if kv_heads > multiprocessors(k.device):
+        return f"there must be a multiprocessor for each KV head, got {kv_heads} heads"
+    for name, tensor in (("k", k), ("v", v)):
+        if not in_packets(tensor):
+            return f"heads of {name} must be contiguous and 32-byte multiples apart, its strides are {tensor.stride()}"
+    return None
+
+
+def in_packets(tensor: Tensor) -> bool:
+    """Whether every head of q, k or v [B, T, H, d] can be read 16 bytes at a time."""
+    sizes, strides = tensor.shape, tensor.stride()
+    apart = (stride % 16 == 0 for size, stride in zip(sizes[:3], strides[:3], strict=True) if size > 1)
+    return strides[3] == 1 and all(apart) and tensor.storage_offset() % 8 == 0
 
 
 @torch.library.custom_op(
@@ -80,6 +109,10 @@ def _attention_decode(
     scale: float | None,
     backend: str,
 ) -> Tensor:
+    if backend == "gluon":
+        from wide_kernels.attention_decode.gluon import attend as attend_on_hopper
+
+        return attend_on_hopper(q, k, v, mask, kv_len, kv_start, scale)
     if backend == "triton":
         from wide_kernels.attention_decode.triton import attend
 

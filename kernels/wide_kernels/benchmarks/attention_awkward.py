@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -108,7 +109,7 @@ def operands(case: AttentionCase, tokens: int, end: Tensor, dtype: torch.dtype, 
 def attention_errors(
     case: AttentionCase, dtype: torch.dtype, device: str, backend: str
 ) -> Iterator[tuple[str, float, float]]:
-    """(what, relative error, tolerance) of prefill, on Gluon too where it runs, and of decode."""
+    """(what, relative error, tolerance) of prefill and of decode, on Gluon too where it runs."""
     generator = torch.Generator().manual_seed(case.tokens)
     starts = torch.full((case.batch,), case.keys - case.tokens)
     if case.chunk:
@@ -131,6 +132,11 @@ def attention_errors(
     given = operands(case, 1, lengths, dtype, device)
     first = given.first if case.padded else None
     expected = attention_decode_reference(*given.clean(), given.mask, given.end, first, None)
-    poison_free_memory(given.q.numel(), dtype, device)
-    o = wk.attention_decode(given.q, given.k, given.v, given.mask, given.end, kv_start=first, backend=backend)
-    yield f"attention_decode {backend}", relative_error(o, expected), TOLERANCE[dtype]
+    step = (given.q, given.k, given.v, given.mask, given.end)
+    names = [backend]
+    with suppress(wk.UnsupportedError):  # auto passes Gluon over; where it can run it must be right all the same
+        names.append(wk.explain("attention_decode", *step, kv_start=first, backend="gluon").backend)
+    for name in dict.fromkeys(names):
+        poison_free_memory(given.q.numel(), dtype, device)
+        o = wk.attention_decode(*step, kv_start=first, backend=name)
+        yield f"attention_decode {name}", relative_error(o, expected), TOLERANCE[dtype]
