@@ -183,7 +183,8 @@ def test_a_profiler_sees_the_parts_of_a_step() -> None:
     with named_ranges(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         session.decode()
     counts = {e.key: e.count for e in profile.key_averages() if e.key.startswith("wide::")}
-    assert set(counts) == {f"wide::{name}" for name in RANGES}
+    # `ffn` is what patterns run as one operator
+    assert set(counts) == {f"wide::{name}" for name in RANGES if name != "ffn"}
     assert counts["wide::norm_route"] == 4 and counts["wide::down"] == 2 and counts["wide::lm_head"] == 1
 
 

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 PREFILL_CHUNK_TOKENS = 16384  # of all sequences together: bounds the memory of activations
 
 
+def prefill_chunks(batch: int, tokens: int, chunk: int | None = None) -> list[tuple[int, int]]:
+    """(begin, tokens) of each sequence in the chunks of a prefill: of `chunk` tokens, by default as many as fit."""
+    step = chunk or max(1, PREFILL_CHUNK_TOKENS // batch)
+    return [(begin, min(step, tokens - begin)) for begin in range(0, tokens, step)]
+
+
 class Session:
     """Static buffers for the sequences that its cache holds; made by `InferenceModel.session`.
 
@@ -89,12 +95,10 @@ class Session:
         self.cache.lengths.copy_(torch.tensor(lengths))
         self.active.fill_(True)
         self._filled = max(lengths)
-        step = chunk or max(1, PREFILL_CHUNK_TOKENS // batch)
         ids = ids.to(self._weights.device)
         last: Tensor | None = None
-        for begin in range(0, max(lengths), step):
-            piece = ids[:, begin : min(begin + step, max(lengths))]
-            found = self._prefill_chunk(piece, begin, ragged)
+        for begin, count in prefill_chunks(batch, max(lengths), chunk):
+            found = self._prefill_chunk(ids[:, begin : begin + count], begin, ragged)
             if ragged and last is not None:
                 ends_here = (self.cache.lengths > begin)[:, None]  # an earlier chunk had the end of the others
                 found = torch.where(ends_here, found, last)

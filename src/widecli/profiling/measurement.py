@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from widecli.engine.model import InferenceModel
-from widecli.engine.session import PREFILL_CHUNK_TOKENS, Session
+from widecli.engine.session import Session, prefill_chunks
 from widecli.model.plan import RoutingPlan
 from widecli.model.trace import RoutingTrace
 from widecli.profiling.bound import Pass, Peaks, Phase, Skipped, bound, peaks_of
@@ -32,6 +32,7 @@ POINTS_SCHEMA = "wide.points/2"
 """Form of a summary's points. 1 had no `hugging_face` (their figures, or null), `mode` and `patterns`."""
 
 _PROFILED_STEPS = 3
+_MOST_RECORDED_CHUNKS = 16
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,8 @@ class Cell:
     def _prefills(self, sides: Sequence[Side]) -> list[Callable[[], list[float]]]:
         for side in sides:
             if self._is_recorded("ttft"):
-                side.session.record_prefill(self._prompt)
+                for begin, tokens in prefill_chunks(self._batch, self._prompt):
+                    side.session.record_prefill(tokens, begin)
         return [partial(first_token, side.session, self._ids) for side in sides]
 
     def _decodes(self, sides: Sequence[Side]) -> list[Callable[[], list[float]]]:
@@ -323,10 +325,10 @@ class Cell:
         }
 
     def _is_recorded(self, phase: Phase) -> bool:
-        """Whether a phase replays CUDA graphs; a prompt in several chunks keeps the device busy without."""
+        """Whether a phase replays CUDA graphs: of a prompt in very many chunks each would cost a recording."""
         if self._outline.device.type != "cuda":
             return False
-        return phase == "tpot" or self._prompt <= PREFILL_CHUNK_TOKENS // self._batch
+        return phase == "tpot" or len(prefill_chunks(self._batch, self._prompt)) <= _MOST_RECORDED_CHUNKS
 
     def _pass(self, phase: Phase) -> Pass:
         return pass_of(self._outline, self._settings, phase, self._batch, self._prompt)
