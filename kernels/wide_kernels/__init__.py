@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from wide_kernels.gemm_mn.launch import gated_mlp_up, gemm_mn
     from wide_kernels.layout import RouteLayout, route_layout
     from wide_kernels.norm_route.launch import norm_route
+    from wide_kernels.norm_route.patterns import norm_route_patterns
     from wide_kernels.pattern_layout import PatternLayout, pattern_layout
     from wide_kernels.similar import similar_order
 
@@ -41,6 +42,7 @@ __all__ = [
     "gemm_k",
     "gemm_mn",
     "norm_route",
+    "norm_route_patterns",
     "pattern_layout",
     "route_layout",
     "similar_order",
@@ -60,6 +62,7 @@ _HOMES = {
     "gemm_k": "gemm_k.launch",
     "gemm_mn": "gemm_mn.launch",
     "norm_route": "norm_route.launch",
+    "norm_route_patterns": "norm_route.patterns",
     "pattern_layout": "pattern_layout",
     "route_layout": "layout",
     "similar_order": "similar",

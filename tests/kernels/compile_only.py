@@ -107,13 +107,24 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
             f"{p} {p} {p} {p} *fp32 *i32 *u8 i32 i32",
             down | {"N": D, "PRECISION": precision} | k_few.rows_config(rows, D, F, G, dtype),
         )
+    norm: dict[str, Any] = {"D": D, "R": RANK, "RP": RANK, "NORMALISED": True, "TAP_EPS": 1e-6, "HALVES": "both"}
+    norm["PARTS"] = 1 if dtype is torch.float32 else 2
+    norm_types = f"{p} {p} *fp32 *fp32 *fp32 *fp32 *i32 *u8 *fp32 *fp32 {p} *i32 *u8 *i32 i32 fp32"
+    no_patterns = {"C": 0, "NUMBERED": 0, "WIDTH": 0, "BW": 16}
     for rows in (1, T):
         found[f"norm_route {rows}"] = (
             norm_kernels.chunk_kernel,
-            f"{p} {p} *fp32 *fp32 *fp32 *fp32 *fp32 *fp32 {p} *u8 *i32 i32 fp32",
-            {"D": D, "R": RANK, "RP": RANK, "N_G": GROUPS, "NORMALISED": True, "TAP_EPS": 1e-6, "HALVES": "both"}
-            | {"PARTS": 1 if dtype is torch.float32 else 2}
-            | norm_configs.chunk_config(rows, D, dtype),
+            norm_types,
+            norm | {"N_G": GROUPS, "SEGMENTS": 0} | no_patterns | norm_configs.chunk_config(rows, D, dtype),
+        )
+        picked: dict[str, Any] = {"N_G": 0, "SEGMENTS": 2, "C": 200, "BG": norm_configs.PATTERNS_AT_ONCE}
+        picked |= no_patterns | {"C": 200}
+        if rows == 1:
+            picked |= {"NUMBERED": 201, "WIDTH": GROUPS // 2, "BW": 64}
+        found[f"norm_route_patterns {rows}"] = (
+            norm_kernels.chunk_kernel,
+            norm_types,
+            norm | norm_configs.chunk_config(rows, D, dtype) | picked,
         )
     return found
 

@@ -9,6 +9,8 @@ from wide_kernels.tuning.lookup import tuned
 ENOUGH_PROGRAMS = 128  # about one a multiprocessor of an H100; the rule only has to be near
 CHUNKS = (512, 256, 128)
 PIECE = 64
+PATTERNS_AT_ONCE = 64  # scores that a program has at one time
+GROUPS_AT_ONCE = 256  # of the chosen patterns, copied at one time
 
 
 def chunk_config(rows: int, size: int, dtype: torch.dtype) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,9 @@ class Step(ABC):
     cache's flat view. `executed` holds for every decision so far how many tokens ran each group: int [N], or the mask
     [B, N] itself.
     """
+
+    masked: ClassVar[bool]
+    """Whether rows that pick patterns must say which groups these run, for operators that take a bare mask."""
 
     def __init__(self, cache: KVCache, tokens: int, cos: Tensor, sin: Tensor, slots: Tensor) -> None:
         self.cache = cache
@@ -60,6 +64,8 @@ class Step(ABC):
 class PrefillStep(Step):
     """T tokens of every sequence, from slot `begin` on; `valid` bool [B * T] or None = all are real."""
 
+    masked = False
+
     def __init__(
         self, cache: KVCache, tokens: int, begin: int, tables: tuple[Tensor, Tensor], valid: Tensor | None
     ) -> None:
@@ -82,8 +88,8 @@ class PrefillStep(Step):
         if self._valid is None:
             patterns = patterns[:, :-1]
         else:
-            ids = ids.masked_fill(~self._valid[:, None], patterns.shape[1] - 1)
-        layouts = [wk.pattern_layout(segment.contiguous(), p) for segment, p in zip(ids.t(), patterns, strict=True)]
+            ids = ids.masked_fill(~self._valid, patterns.shape[1] - 1)
+        layouts = [wk.pattern_layout(segment, p) for segment, p in zip(ids, patterns, strict=True)]
         for layout in layouts:
             numbers = torch.arange(len(layout.patterns), dtype=torch.int32, device=ids.device)
             begins = torch.searchsorted(layout.ids[layout.order], numbers)
@@ -105,6 +111,8 @@ class PrefillStep(Step):
 
 class DecodeStep(Step):
     """One token a sequence, at position cache.lengths[b]; attention looks at no more than `keys` slots."""
+
+    masked = True
 
     def __init__(self, cache: KVCache, keys: int, tables: tuple[Tensor, Tensor]) -> None:
         cos, sin = (table[cache.lengths] for table in tables)
