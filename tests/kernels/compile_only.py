@@ -206,9 +206,8 @@ def hopper_prefill(target: GPUTarget) -> dict[str, Any]:
 
 def sorting_kernels() -> dict[str, tuple[Any, str, dict[str, Any]]]:
     """The kernels that only see decisions."""
-    patterns: dict[str, Any] = {"C": 1000, "BINS": 1024, "BLOCK_T": 2 * pattern_sorting.BLOCK_ROWS}
-    listed: dict[str, Any] = {"N_G": 896, "N_G_PADDED": 1024, "BLOCK_S": pattern_sorting.BLOCK_OTHERS, "num_warps": 8}
-    listed |= {"BLOCK_P": pattern_sorting.BLOCK_PARTS, "BLOCK_C": pattern_sorting.BLOCK_PATTERNS, "HALF": HALF_ROWS}
+    patterns = pattern_sorting.sizes(T, 1000, 896)
+    counted = {name: patterns[name] for name in ("C", "BINS", "BLOCK_T")}
     block: dict[str, Any] = {"N_G": GROUPS, "BLOCK_T": compaction.BLOCK_ROWS, "BLOCK_G": compaction.BLOCK_GROUPS}
     sort: dict[str, Any] = {"N_G": GROUPS, "S": 7, "BLOCK_T": sorting.BLOCK_ROWS}
     return {
@@ -218,8 +217,8 @@ def sorting_kernels() -> dict[str, tuple[Any, str, dict[str, Any]]]:
             "*u8 *i32 *i32 *i32 i32 i32",
             block | {"BLOCK_P": compaction.BLOCK_PARTS},
         ),
-        "pattern_count": (pattern_sorting.count_kernel, "*i32 *i32 i32", patterns),
-        "pattern_place": (pattern_sorting.place_kernel, "*i32 *u8 " + "*i32 " * 6 + "i32 i32", patterns | listed),
+        "pattern_count": (pattern_sorting.count_kernel, "*i32 *i32 i32", counted),
+        "pattern_place": (pattern_sorting.place_kernel, "*i32 *u8 " + "*i32 " * 7 + "i32 i32 i32", patterns),
         "sort_count": (sorting.count_kernel, "*u8 *i32 i32 i32", sort),
         "sort_place": (
             sorting.place_kernel,
