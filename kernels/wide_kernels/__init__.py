@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from wide_kernels.layout import RouteLayout, route_layout
     from wide_kernels.norm_route.launch import norm_route
     from wide_kernels.norm_route.patterns import norm_route_patterns
+    from wide_kernels.norm_route.pieces import in_pieces
     from wide_kernels.pattern_layout import PatternLayout, pattern_layout
     from wide_kernels.similar import similar_order
 
@@ -41,6 +42,7 @@ __all__ = [
     "gated_mlp_up",
     "gemm_k",
     "gemm_mn",
+    "in_pieces",
     "norm_route",
     "norm_route_patterns",
     "pattern_layout",
@@ -61,6 +63,7 @@ _HOMES = {
     "gated_mlp_up": "gemm_mn.launch",
     "gemm_k": "gemm_k.launch",
     "gemm_mn": "gemm_mn.launch",
+    "in_pieces": "norm_route.pieces",
     "norm_route": "norm_route.launch",
     "norm_route_patterns": "norm_route.patterns",
     "pattern_layout": "pattern_layout",

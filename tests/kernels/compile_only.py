@@ -109,13 +109,16 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
         )
     norm: dict[str, Any] = {"D": D, "R": RANK, "RP": RANK, "NORMALISED": True, "TAP_EPS": 1e-6, "HALVES": "both"}
     norm["PARTS"] = 1 if dtype is torch.float32 else 2
-    norm_types = f"{p} {p} *fp32 *fp32 *fp32 *fp32 *i32 *u8 *fp32 *fp32 {p} *i32 *u8 *i32 i32 fp32"
+    norm_types = "{x} {x} {w1} *fp32 *fp32 *fp32 *i32 *u8 *fp32 *fp32 {x} *i32 *u8 *i32 i32 fp32"
     no_patterns = {"C": 0, "NUMBERED": 0, "WIDTH": 0, "BW": 16}
+    in_pieces = dtype is not torch.float32
     for rows in (1, T):
+        chunk = norm_configs.chunk_config(rows, D, dtype)
+        del chunk["TOGETHER"]  # the launcher's
         found[f"norm_route {rows}"] = (
             norm_kernels.chunk_kernel,
-            norm_types,
-            norm | {"N_G": GROUPS, "SEGMENTS": 0} | no_patterns | norm_configs.chunk_config(rows, D, dtype),
+            norm_types.format(x=p, w1="*fp32"),
+            norm | {"N_G": GROUPS, "SEGMENTS": 0} | no_patterns | chunk,
         )
         picked: dict[str, Any] = {"N_G": 0, "SEGMENTS": 2, "C": 200, "BG": norm_configs.PATTERNS_AT_ONCE}
         picked |= no_patterns | {"C": 200}
@@ -123,8 +126,8 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
             picked |= {"NUMBERED": 201, "WIDTH": GROUPS // 2, "BW": 64}
         found[f"norm_route_patterns {rows}"] = (
             norm_kernels.chunk_kernel,
-            norm_types,
-            norm | norm_configs.chunk_config(rows, D, dtype) | picked,
+            norm_types.format(x=p, w1=p if in_pieces else "*fp32"),
+            norm | {"PARTS": 3 if in_pieces else 1} | chunk | picked,
         )
     return found
 

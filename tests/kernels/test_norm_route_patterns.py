@@ -69,6 +69,31 @@ def test_triton_gives_the_same_norm_and_choice(
     assert torch.equal(without[0], y) and torch.equal(without[1], ids) and without[2] is None
 
 
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("tap", ["residual", "normalised"])
+def test_w1_in_pieces_decides_alike(tap: str, rows: int, device: str) -> None:
+    dtype = torch.float16 if device == "cpu" else torch.bfloat16
+    given = {name: t.to(device) for name, t in example(rows, 336, 20).items()}
+    given |= {"x": given["x"].to(dtype), "norm_weight": given["norm_weight"].to(dtype)}
+    pieces = wk.in_pieces(given["w1"], dtype)
+    found = scores(given, tap)
+    for backend in BACKENDS:
+        y, ids, _ = wk.norm_route_patterns(**given, eps=1e-5, tap=tap, backend=backend)
+        again = wk.norm_route_patterns(**(given | {"w1": pieces}), eps=1e-5, tap=tap, backend=backend)
+        assert torch.equal(again[0], y)
+        for picked in (ids, again[1]):
+            places = given["numbers"].argsort(1).gather(1, picked.long())
+            lost = found.amax(-1) - found.gather(-1, places[..., None]).squeeze(-1)
+            assert float(lost.max()) <= 1e-6 * float(found.abs().max())
+
+
+def test_pieces_in_bf16_are_the_whole_weight() -> None:
+    weight = torch.randn(7, 30, generator=torch.Generator().manual_seed(2)) * torch.logspace(-6, 6, 30)
+    pieces = wk.in_pieces(weight, torch.bfloat16)
+    assert pieces.dtype is torch.bfloat16 and pieces.shape == (3, 7, 30)
+    assert torch.equal(pieces.double().sum(0), weight.double())
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("count", [5, 150])
 def test_of_equal_scores_the_first_is_taken(count: int, backend: str, device: str) -> None:
@@ -109,6 +134,9 @@ def test_no_rows_give_no_rows(backend: str, device: str) -> None:
         ({"w2": torch.ones(2, 5, 8).half()}, "routers are float32 so that ties are rare, w2 is torch.float16"),
         ({"tap": "embedding"}, "tap must be one of residual, normalised, got 'embedding'"),
         ({"w1": torch.ones(8, 47)}, "D of w1 must be 48, got 47"),
+        ({"w1": torch.ones(2, 8, 48)}, "the number of pieces of w1 must be 3, got 2"),
+        ({"w1": torch.ones(3, 8, 48)}, "only a 16-bit x takes w1 in pieces, x is torch.float32; give w1 whole"),
+        ({"w1": torch.ones(3, 8, 48).half()}, "w1 is torch.float16, the first operand is torch.float32; cast one"),
         ({"w2": torch.ones(5, 8)}, r"w2 must be \[S, C, r\], got 2 dimensions"),
         ({"w2": torch.ones(2, 5, 9)}, "r of w2 must be 8, got 9"),
         ({"w2": torch.ones(2, 0, 8)}, "there must be segments and patterns"),

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wide_kernels.norm_route.pieces import whole
+
 TAP_EPS = 1e-6  # of the router's own norm, whatever the layer's is: that which routers are calibrated with
 
 
@@ -61,7 +63,7 @@ def norm_and_bottleneck(
         mean_square = full.square().mean(-1, keepdim=True)
         normalised = norm_weight * (full * torch.rsqrt(mean_square + eps)).to(x.dtype)
         read = full * torch.rsqrt(mean_square + TAP_EPS) if tap == "normalised" else full
-        return normalised, _linear(read, w1, b1)
+        return normalised, _linear(read, whole(w1), b1)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

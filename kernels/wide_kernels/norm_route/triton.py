@@ -186,6 +186,7 @@ def chunk_kernel(
     BM: tl.constexpr,
     BD: tl.constexpr,
     BK: tl.constexpr,
+    BN: tl.constexpr,
     BG: tl.constexpr,
     BW: tl.constexpr,
 ):
@@ -208,16 +209,22 @@ def chunk_kernel(
         for i in range(0, BD // BK):
             d = chunk * BD + i * BK + k
             known = inside[:, None] & (d < D)[None, :]
-            tile = tl.load(x + offset + i * BK, mask=known, other=0.0).to(tl.float32)
+            tile = tl.load(x + offset + i * BK, mask=known, other=0.0)
+            full = tile.to(tl.float32)
+            square += full * full
             known = (rank < R)[None, :] & (d < D)[:, None]
-            down = tl.load(w1 + rank[None, :] * D + d[:, None], mask=known, other=0.0)
-            square += tile * tile
-            if PARTS == 2:
-                high, low = tf32_parts(down)
-                acc = tl.dot(tile, high, acc, input_precision="tf32")
-                acc = tl.dot(tile, low, acc, input_precision="tf32")
+            weights = w1 + rank[None, :] * D + d[:, None]
+            if PARTS == 3:
+                for piece in tl.static_range(3):
+                    acc = tl.dot(tile, tl.load(weights + piece * R * D, mask=known, other=0.0), acc)
             else:
-                acc = tl.dot(tile, down, acc, input_precision="ieee")
+                down = tl.load(weights, mask=known, other=0.0)
+                if PARTS == 2:
+                    high, low = tf32_parts(down)
+                    acc = tl.dot(full, high, acc, input_precision="tf32")
+                    acc = tl.dot(full, low, acc, input_precision="tf32")
+                else:
+                    acc = tl.dot(full, down, acc, input_precision="ieee")
         tl.store(squares + chunk * rows + row, tl.sum(square, 1), mask=inside)
         tl.store(hidden + (chunk * rows + row)[:, None] * RP + rank[None, :], acc, mask=inside[:, None])
     # The decision is cut into units of 16 rows and BG groups or one segment.
@@ -232,14 +239,15 @@ def chunk_kernel(
     if HALVES != "first":
         scale = tl.rsqrt(sum_of_chunks(squares, row, inside, rows, CHUNKS) / D + eps)[:, None]
         dtype: tl.constexpr = out.dtype.element_ty
-        for i in range(0, BD // BK):
-            d = chunk * BD + i * BK + k
+        for i in range(0, BD // BN):
+            d = chunk * BD + i * BN + tl.arange(0, BN)
             gain = tl.load(norm_weight + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
             # Llama's order of roundings: scaled and rounded, then times the weight and rounded.
             known = inside[:, None] & (d < D)[None, :]
-            tile = tl.load(x + offset + i * BK, mask=known, other=0.0)
+            place = row[:, None] * D + d[None, :]
+            tile = tl.load(x + place, mask=known, other=0.0)
             value = ((tile.to(tl.float32) * scale).to(dtype).to(tl.float32) * gain).to(dtype)
-            tl.store(out + offset + i * BK, value, mask=known)
+            tl.store(out + place, value, mask=known)
         for unit in range(chunk, UNITS, CHUNKS):
             column = unit % ACROSS
             some = first_row + (unit // ACROSS) * 16 + tl.arange(0, 16)
@@ -313,19 +321,20 @@ def norm_and_choose(
 def _norm_and_route(x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, head: Head, eps: float, tap: str) -> Tensor:
     """Normalised x; fills the results of the head."""
     rows, size = x.shape
-    rank = w1.shape[0]
+    rank = w1.shape[-2]
     out = torch.empty_like(x)
     if rows == 0:
         return out
     padded = padded_rows(rank)
     # A 16-bit x is exact in tf32, and w1 in two parts of it: two products on tensor cores are as good as fp32.
-    parts = 1 if x.dtype is torch.float32 else 2
+    parts = w1.shape[0] if w1.dim() == 3 else 1 if x.dtype is torch.float32 else 2
     with on_device_of(x):
         config = chunk_config(rows, size, x.dtype) | head.sizes
+        together = config.pop("TOGETHER") and x.is_cuda
         chunks, tiles = triton.cdiv(size, config["BD"]), triton.cdiv(rows, config["BM"])
         squares = torch.empty(chunks, rows, dtype=torch.float32, device=x.device)
         hidden = torch.empty(chunks, rows, padded, dtype=torch.float32, device=x.device)
-        together = x.is_cuda and 1 < chunks <= multiprocessors(x.device)
+        together = together and 1 < chunks <= multiprocessors(x.device)
         counter = counters("meeting", x.device, tiles) if together else squares  # not followed then
         for halves in ("both",) if together else ("first", "second"):
             chunk_kernel[(chunks, tiles)](

@@ -58,7 +58,7 @@ class PatternRouter:
         signs = 2 * bits.double() - 1
         sizes = (size.segments, size.width, 2, -1)
         up, bias = (t.detach().double().view(sizes) for t in (router.up.weight, router.up.bias))
-        self._first = (router.plain_down_weight().contiguous(), router.down.bias.detach())
+        self._first = (first_weight(router, norm), router.down.bias.detach())
         w2 = (signs @ (up[:, :, 0] - up[:, :, 1])).float()
         b2 = (signs @ (bias[:, :, 0] - bias[:, :, 1])).float().squeeze(-1)
         self._second = (w2, b2, order.argsort(1).to(torch.int32))
@@ -72,3 +72,9 @@ class PatternRouter:
             patterns=self.patterns if masked else None, tap=self._tap,
         )  # fmt: skip
         return normalised, Choice(ids, self.patterns, mask)
+
+
+def first_weight(router: Router, norm: Norm) -> Tensor:
+    """The router's first weight as `wk.norm_route` takes it for rows of the norm's dtype: in pieces for bf16."""
+    weight = router.plain_down_weight().contiguous()
+    return wk.in_pieces(weight, torch.bfloat16) if norm.weight.dtype is torch.bfloat16 else weight

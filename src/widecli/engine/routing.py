@@ -11,7 +11,7 @@ from torch import Tensor
 
 import wide_kernels as wk
 from wide_kernels import PatternLayout, RouteLayout
-from widecli.engine.patterns import Choice, PatternRouter, numbered
+from widecli.engine.patterns import Choice, PatternRouter, first_weight, numbered
 from widecli.engine.weights import Norm
 from widecli.model.gate import argmax_gate, margins
 from widecli.model.patterns import Codebook
@@ -173,7 +173,7 @@ class Decision:
         self._router = router
         self._patterns = None if codebook is None or codebook.size.complete else PatternRouter(router, codebook, norm)
         self._fused = self._patterns is None and router.tap == "residual"
-        self._w1 = router.plain_down_weight().contiguous()
+        self._w1 = first_weight(router, norm)
         self._b1, w2, b2 = (t.detach() for t in (router.down.bias, router.up.weight, router.up.bias))
         self._outputs = (w2, b2)
         self.always = always if self._fused else 0
