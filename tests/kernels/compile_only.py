@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from wide_kernels import compaction, pattern_sorting
+from wide_kernels import compaction, pattern_classes, pattern_sorting
 from wide_kernels.attention_decode import triton as decode_kernels
 from wide_kernels.attention_prefill import configs as prefill_configs
 from wide_kernels.attention_prefill import triton as prefill_kernels
@@ -222,6 +222,7 @@ def sorting_kernels() -> dict[str, tuple[Any, str, dict[str, Any]]]:
         ),
         "pattern_count": (pattern_sorting.count_kernel, "*i32 *i32 i32", counted),
         "pattern_place": (pattern_sorting.place_kernel, "*i32 *u8 " + "*i32 " * 7 + "i32 i32 i32", patterns),
+        "pattern_class": (pattern_classes.class_kernel, "*i32 *i32 *i32", {"N_G": 896, "N_G_PADDED": 1024}),
         "sort_count": (sorting.count_kernel, "*u8 *i32 i32 i32", sort),
         "sort_place": (
             sorting.place_kernel,

@@ -74,6 +74,7 @@ class PrefillStep(Step):
         where = torch.arange(begin, end, device=cos.device) + cache.first_slots[:, None]
         super().__init__(cache, tokens, cos, sin, where.flatten())
         self._begin, self._end, self._valid = begin, end, valid
+        self._padding = None if valid is None else ~valid
 
     def route(self, decision: Tensor | Choice) -> Route:
         """Sort the decision; padding runs nothing."""
@@ -85,10 +86,10 @@ class PrefillStep(Step):
 
     def _by_patterns(self, choice: Choice) -> Route:
         ids, patterns = choice.ids, choice.patterns
-        if self._valid is None:
+        if self._padding is None:
             patterns = patterns[:, :-1]
         else:
-            ids = ids.masked_fill(~self._valid, patterns.shape[1] - 1)
+            ids = ids.masked_fill(self._padding, patterns.shape[1] - 1)
         layouts = [wk.pattern_layout(segment, p) for segment, p in zip(ids, patterns, strict=True)]
         for layout in layouts:
             assert layout.count is not None  # it was just made
