@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from wide_kernels.gemm_mn.launch import gated_mlp_up, gemm_mn
     from wide_kernels.layout import RouteLayout, route_layout
     from wide_kernels.norm_route.launch import norm_route
+    from wide_kernels.norm_route.patterns import norm_route_patterns
+    from wide_kernels.norm_route.pieces import in_pieces
     from wide_kernels.pattern_layout import PatternLayout, pattern_layout
     from wide_kernels.similar import similar_order
 
@@ -40,7 +42,9 @@ __all__ = [
     "gated_mlp_up",
     "gemm_k",
     "gemm_mn",
+    "in_pieces",
     "norm_route",
+    "norm_route_patterns",
     "pattern_layout",
     "route_layout",
     "similar_order",
@@ -59,7 +63,9 @@ _HOMES = {
     "gated_mlp_up": "gemm_mn.launch",
     "gemm_k": "gemm_k.launch",
     "gemm_mn": "gemm_mn.launch",
+    "in_pieces": "norm_route.pieces",
     "norm_route": "norm_route.launch",
+    "norm_route_patterns": "norm_route.patterns",
     "pattern_layout": "pattern_layout",
     "route_layout": "layout",
     "similar_order": "similar",

@@ -140,11 +140,11 @@ def prepare(arguments: argparse.Namespace) -> Outcome:
 
 
 def pattern_ops(arguments: argparse.Namespace) -> set[str]:
-    """What `--patterns` times; its layout stands for route_layout's."""
+    """What `--patterns` times; its layout and its choice stand for those of bits."""
     from wide_kernels.benchmarks.pattern_cases import PATTERN_OPS
 
-    asked = {"pattern_layout" if op == "route_layout" else op for op in arguments.ops}
-    return asked & set(PATTERN_OPS)
+    renamed = {"route_layout": "pattern_layout", "norm_route": "norm_route_patterns"}
+    return {renamed.get(op, op) for op in arguments.ops} & set(PATTERN_OPS)
 
 
 def tuning_points(arguments: argparse.Namespace) -> list[tuple[str, Sizes]]:

@@ -54,6 +54,7 @@ OPERATORS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "attention_prefill": ("wide_kernels.attention_prefill.launch", ("gluon", "triton", "torch")),
     "attention_decode": ("wide_kernels.attention_decode.launch", ("gluon", "triton", "torch")),
     "norm_route": ("wide_kernels.norm_route.launch", ("triton", "torch")),
+    "norm_route_patterns": ("wide_kernels.norm_route.patterns", ("triton", "torch")),
 }
 
 

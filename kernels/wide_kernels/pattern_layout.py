@@ -28,6 +28,8 @@ class PatternLayout:
     some row of the tile runs, ascending, as group * 4 + halves (bit 0: some of its rows 0..63 runs it, bit 1: some of
     64..127), then the groups that none runs, ascending, as group * 4. `listed` int32 [tiles] counts the first ones.
     `mixed` int32 [tiles] has bit h set where half h holds more than one pattern: only there must rows be told apart.
+    `count` int32 [N_G] says how many rows run each group; operators need it not, and a layout made anew from what their
+    registered forms take has none.
     """
 
     ids: Tensor
@@ -36,6 +38,7 @@ class PatternLayout:
     lists: Tensor
     listed: Tensor
     mixed: Tensor
+    count: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -54,7 +57,7 @@ class PatternLayout:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them, in the order of the operators' registered forms."""
+        """What the operators' registered forms take, in their order."""
         return self.ids, self.patterns, self.order, self.lists, self.listed, self.mixed
 
 
@@ -93,8 +96,8 @@ def pattern_layout_problem(ids: Tensor, patterns: Tensor) -> Problem:
     return Problem("pattern_layout", ids.device, torch.float32, refused=refused)
 
 
-def pattern_layout_reference(ids: Tensor, patterns: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(ids, order, lists, listed, mixed) by a stable sort."""
+def pattern_layout_reference(ids: Tensor, patterns: Tensor) -> tuple[Tensor, ...]:
+    """(ids, order, lists, listed, mixed, count) by a stable sort."""
     count, groups = patterns.shape
     rows = ids.shape[0]
     if not ids.is_cuda and rows:
@@ -116,15 +119,16 @@ def pattern_layout_reference(ids: Tensor, patterns: Tensor) -> tuple[Tensor, Ten
     several = smallest < largest
     mixed = several[:, 0] + 2 * several[:, 1].to(torch.int32)
     listed = groups - skipped.sum(1, dtype=torch.int32)
-    return ids, order.to(torch.int32), lists.to(torch.int32), listed, mixed
+    executed = patterns[chosen].sum(0, dtype=torch.int32)
+    return ids, order.to(torch.int32), lists.to(torch.int32), listed, mixed, executed
 
 
 @torch.library.custom_op(
     "wide_kernels::pattern_layout",
     mutates_args=(),
-    schema="(Tensor ids, Tensor patterns, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor ids, Tensor patterns, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _pattern_layout(ids: Tensor, patterns: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _pattern_layout(ids: Tensor, patterns: Tensor, backend: str) -> tuple[Tensor, ...]:
     if backend == "triton":
         from wide_kernels.pattern_sorting import sort_by_pattern
 
@@ -133,7 +137,7 @@ def _pattern_layout(ids: Tensor, patterns: Tensor, backend: str) -> tuple[Tensor
 
 
 @_pattern_layout.register_fake
-def _(ids: Tensor, patterns: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(ids: Tensor, patterns: Tensor, backend: str) -> tuple[Tensor, ...]:
     tiles = (ids.shape[0] + TILE_ROWS - 1) // TILE_ROWS
     return (
         torch.empty_like(ids),
@@ -141,4 +145,5 @@ def _(ids: Tensor, patterns: Tensor, backend: str) -> tuple[Tensor, Tensor, Tens
         ids.new_empty(tiles, patterns.shape[1]),
         ids.new_empty(tiles),
         ids.new_empty(tiles),
+        ids.new_empty(patterns.shape[1]),
     )

@@ -10,8 +10,9 @@ from engine_pairs import Pair, make_pair, padded
 
 from tiny_models import random_ids
 from widecli.engine.model import InferenceModel
-from widecli.engine.patterns import PatternScores, numbered
-from widecli.engine.routing import RandomMasks
+from widecli.engine.patterns import PatternRouter, numbered
+from widecli.engine.routing import RandomMasks, normalise
+from widecli.engine.weights import Norm
 from widecli.model.patterns import Codebook
 from widecli.model.plan import PARTS, CodebookSize, PatternPlan
 from widecli.model.router import Router
@@ -115,10 +116,15 @@ def test_a_row_picks_the_pattern_that_its_codebook_picks(size: CodebookSize) -> 
         parameter.data.normal_(generator=generator)
     router.rescale(torch.rand(32, generator=generator) + 0.5)
     x = torch.randn(200, 32, generator=generator)
-    choice = PatternScores(router, codebook).choose(x)
+    norm = Norm(torch.rand(32, generator=generator), 1e-5)
     logits = router(x)
-    assert torch.equal(choice.mask, codebook.decide(logits[..., 0] - logits[..., 1]))
-    assert choice.ids.dtype is torch.int32 and len(choice.ids.unique()) > 2
+    expected = codebook.decide(logits[..., 0] - logits[..., 1])
+    for masked in (False, True):
+        normalised, choice = PatternRouter(router, codebook, norm).choose(x, masked)
+        torch.testing.assert_close(normalised, normalise(x, norm))
+        assert (choice.made is not None) == masked
+        assert torch.equal(choice.mask, expected)
+        assert choice.ids.dtype is torch.int32 and len(choice.ids.unique()) > 2
     assert choice.patterns.shape == (size.segments, size.count + 1, size.width) and not choice.patterns[:, -1].any()
     # neighbours are nearer to each other than in the codebook's own order
     bits, order = numbered(codebook.bits)
@@ -128,6 +134,19 @@ def test_a_row_picks_the_pattern_that_its_codebook_picks(size: CodebookSize) -> 
         return int((patterns[:, 1:] != patterns[:, :-1]).sum())
 
     assert steps(bits[:, :-1]) < steps(codebook.bits)
+
+
+def test_where_all_scores_are_equal_the_pattern_that_the_codebook_has_first_runs() -> None:
+    codebook, router = Codebook(CodebookSize(2, 7, 5)), Router(32, 10, 4)
+    codebook.reset(torch.Generator().manual_seed(5))
+    codebook.set_bits(codebook.bits[:, [3, 0, 1, 2, 4, 5, 6]])
+    for parameter in router.parameters():
+        parameter.data.zero_()
+    x = torch.randn(9, 32)
+    logits = router(x)
+    _, choice = PatternRouter(router, codebook, Norm(torch.ones(32), 1e-5)).choose(x, masked=False)
+    assert torch.equal(choice.mask, codebook.decide(logits[..., 0] - logits[..., 1]))
+    assert torch.equal(choice.mask, codebook.bits[:, 0].flatten().expand(9, -1))
 
 
 def test_random_patterns_skip_their_share_whatever_the_routers_say() -> None:
@@ -148,4 +167,9 @@ def test_random_patterns_skip_their_share_whatever_the_routers_say() -> None:
     assert trace is not None and trace.skip_rate().ffn == pytest.approx(0.25, abs=0.04)
     masks.skip(0.75)
     assert torch.equal(session.prefill(random_ids(8, 60)), first)
+    session.decode()
+    session.reset_skipped()
+    masks.skip(0.25)  # seen by the masks of a decode step too
     assert session.decode().isfinite().all()
+    trace = session.skipped()
+    assert trace is not None and trace.skip_rate().ffn == pytest.approx(0.25, abs=0.1)

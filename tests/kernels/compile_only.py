@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from wide_kernels import compaction, pattern_sorting
+from wide_kernels import compaction, pattern_classes, pattern_sorting
 from wide_kernels.attention_decode import triton as decode_kernels
 from wide_kernels.attention_prefill import configs as prefill_configs
 from wide_kernels.attention_prefill import triton as prefill_kernels
@@ -107,13 +107,27 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
             f"{p} {p} {p} {p} *fp32 *i32 *u8 i32 i32",
             down | {"N": D, "PRECISION": precision} | k_few.rows_config(rows, D, F, G, dtype),
         )
+    norm: dict[str, Any] = {"D": D, "R": RANK, "RP": RANK, "NORMALISED": True, "TAP_EPS": 1e-6, "HALVES": "both"}
+    norm["PARTS"] = 1 if dtype is torch.float32 else 2
+    norm_types = "{x} {x} {w1} *fp32 *fp32 *fp32 *i32 *u8 *fp32 *fp32 {x} *i32 *u8 *i32 i32 fp32"
+    no_patterns = {"C": 0, "NUMBERED": 0, "WIDTH": 0, "BW": 16}
+    in_pieces = dtype is not torch.float32
     for rows in (1, T):
+        chunk = norm_configs.chunk_config(rows, D, dtype)
+        del chunk["TOGETHER"]  # the launcher's
         found[f"norm_route {rows}"] = (
             norm_kernels.chunk_kernel,
-            f"{p} {p} *fp32 *fp32 *fp32 *fp32 *fp32 *fp32 {p} *u8 *i32 i32 fp32",
-            {"D": D, "R": RANK, "RP": RANK, "N_G": GROUPS, "NORMALISED": True, "TAP_EPS": 1e-6, "HALVES": "both"}
-            | {"PARTS": 1 if dtype is torch.float32 else 2}
-            | norm_configs.chunk_config(rows, D, dtype),
+            norm_types.format(x=p, w1="*fp32"),
+            norm | {"N_G": GROUPS, "SEGMENTS": 0} | no_patterns | chunk,
+        )
+        picked: dict[str, Any] = {"N_G": 0, "SEGMENTS": 2, "C": 200, "BG": norm_configs.PATTERNS_AT_ONCE}
+        picked |= no_patterns | {"C": 200}
+        if rows == 1:
+            picked |= {"NUMBERED": 201, "WIDTH": GROUPS // 2, "BW": 64}
+        found[f"norm_route_patterns {rows}"] = (
+            norm_kernels.chunk_kernel,
+            norm_types.format(x=p, w1=p if in_pieces else "*fp32"),
+            norm | {"PARTS": 3 if in_pieces else 1} | chunk | picked,
         )
     return found
 
@@ -195,9 +209,8 @@ def hopper_prefill(target: GPUTarget) -> dict[str, Any]:
 
 def sorting_kernels() -> dict[str, tuple[Any, str, dict[str, Any]]]:
     """The kernels that only see decisions."""
-    patterns: dict[str, Any] = {"C": 1000, "BINS": 1024, "BLOCK_T": 2 * pattern_sorting.BLOCK_ROWS}
-    listed: dict[str, Any] = {"N_G": 896, "N_G_PADDED": 1024, "BLOCK_S": pattern_sorting.BLOCK_OTHERS, "num_warps": 8}
-    listed |= {"BLOCK_P": pattern_sorting.BLOCK_PARTS, "BLOCK_C": pattern_sorting.BLOCK_PATTERNS, "HALF": HALF_ROWS}
+    patterns = pattern_sorting.sizes(T, 1000, 896)
+    counted = {name: patterns[name] for name in ("C", "BINS", "BLOCK_T")}
     block: dict[str, Any] = {"N_G": GROUPS, "BLOCK_T": compaction.BLOCK_ROWS, "BLOCK_G": compaction.BLOCK_GROUPS}
     sort: dict[str, Any] = {"N_G": GROUPS, "S": 7, "BLOCK_T": sorting.BLOCK_ROWS}
     return {
@@ -207,8 +220,9 @@ def sorting_kernels() -> dict[str, tuple[Any, str, dict[str, Any]]]:
             "*u8 *i32 *i32 *i32 i32 i32",
             block | {"BLOCK_P": compaction.BLOCK_PARTS},
         ),
-        "pattern_count": (pattern_sorting.count_kernel, "*i32 *i32 i32", patterns),
-        "pattern_place": (pattern_sorting.place_kernel, "*i32 *u8 " + "*i32 " * 6 + "i32 i32", patterns | listed),
+        "pattern_count": (pattern_sorting.count_kernel, "*i32 *i32 i32", counted),
+        "pattern_place": (pattern_sorting.place_kernel, "*i32 *u8 " + "*i32 " * 7 + "i32 i32 i32", patterns),
+        "pattern_class": (pattern_classes.class_kernel, "*i32 *i32 *i32", {"N_G": 896, "N_G_PADDED": 1024}),
         "sort_count": (sorting.count_kernel, "*u8 *i32 i32 i32", sort),
         "sort_place": (
             sorting.place_kernel,

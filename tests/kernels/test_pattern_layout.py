@@ -37,6 +37,8 @@ def check(ids: Tensor, patterns: Tensor, backend: str) -> None:
     assert layout.order.tolist() == order
     assert torch.equal(layout.ids, ids) and torch.equal(layout.mask, patterns[ids.long()])
     assert (layout.rows, layout.groups) == (rows, groups)
+    assert layout.count is not None and layout.count.dtype is torch.int32
+    assert layout.count.tolist() == [sum(bits[number][group] for number in numbers) for group in range(groups)]
     assert len(layout.lists) == len(layout.listed) == len(layout.mixed) == -(-rows // 128)
     for tile in range(-(-rows // 128)):
         halves = [order[start : min(start + 64, tile * 128 + 128)] for start in (tile * 128, tile * 128 + 64)]
@@ -67,7 +69,15 @@ def test_rows_are_sorted_by_pattern_and_tiles_list_what_they_run(
 
 @pytest.mark.parametrize(
     ("rows", "count", "groups", "power"),
-    [(0, 3, 5, 1.0), (1, 1, 1, 1.0), (128, 2, 3, 1.0), (129, 100, 37, 4.0), (300, 17, 5, 1.0), (257, 1, 16, 1.0)],
+    [
+        (0, 3, 5, 1.0),
+        (1, 1, 1, 1.0),
+        (700, 300, 9, 2.0),
+        (128, 2, 3, 1.0),
+        (129, 100, 37, 4.0),
+        (300, 17, 5, 1.0),
+        (257, 1, 16, 1.0),
+    ],
 )
 def test_triton_makes_the_same_layout(rows: int, count: int, groups: int, power: float) -> None:
     check(*decision(rows, count, groups, 1, power), "triton")

@@ -109,7 +109,7 @@ def test_the_router_finds_what_the_tuner_kept_by_the_size_of_the_model(gpu: str)
     sizes = Sizes(model_shape("4096x8192"), 13, 16, 0.5, torch.float16, "cpu")
     built_in = chunk_config(13, 4096, torch.float16)
     save([("norm_route", sizes, [{"config": {"BM": 128}, "p50_ms": 1.0}])])
-    assert chunk_config(16, 4096, torch.float16) == built_in | {"BM": 128}
+    assert chunk_config(16, 4096, torch.float16) == built_in | {"BM": 128, "BN": 128}
     assert chunk_config(13, 2048, torch.float16)["BM"] == built_in["BM"]
 
 

@@ -63,12 +63,13 @@ class PatternWarmTask:
 
 
 def warm_tasks(points: list[PatternSizes], ops: set[str]) -> list[PatternWarmTask]:
-    """One task for each kernel to compile: frequencies share theirs, and only the layout knows C."""
-    products = {"gemm_mn", "gated_mlp_up", "gemm_k"} if "ffn" in ops else ops - {"pattern_layout"}
+    """One task for each kernel to compile: frequencies share theirs, and only choice and layout know C."""
+    counted = frozenset({"norm_route_patterns", "pattern_layout"})
+    products = {"gemm_mn", "gated_mlp_up", "gemm_k"} if "ffn" in ops else ops - counted
     sizes = {(point.sizes.rows, point.sizes.group): point for point in points}
     tasks = [PatternWarmTask(point, frozenset({op})) for point in sizes.values() for op in sorted(products)]
     layouts = {(point.sizes.groups, point.count): point for point in points}
-    return tasks + [PatternWarmTask(point, frozenset({"pattern_layout"})) for point in layouts.values()]
+    return tasks + [PatternWarmTask(point, counted) for point in layouts.values()]
 
 
 def measure_patterns(

@@ -13,7 +13,15 @@ from torch import Tensor
 
 import wide_kernels as wk
 from wide_kernels.benchmarks import dense
-from wide_kernels.benchmarks.cases import CHECKED_ROWS, Sizes, TimedCase, operator_case, relative_error
+from wide_kernels.benchmarks.cases import (
+    CHECKED_ROWS,
+    FLIP,
+    RANK,
+    Sizes,
+    TimedCase,
+    operator_case,
+    relative_error,
+)
 from wide_kernels.benchmarks.timing import Call
 from wide_kernels.dispatch import Explanation
 from wide_kernels.errors import UnsupportedError
@@ -21,7 +29,7 @@ from wide_kernels.gemm_k.packing import pack_rows
 from wide_kernels.pattern_classes import classed_lists
 from wide_kernels.pattern_layout import HALF_ROWS
 
-PATTERN_OPS = ("pattern_layout", "gemm_mn", "gated_mlp_up", "gemm_k", "ffn")
+PATTERN_OPS = ("norm_route_patterns", "pattern_layout", "gemm_mn", "gated_mlp_up", "gemm_k", "ffn")
 BITS = "independent bits"
 
 
@@ -96,6 +104,8 @@ def pattern_cases(point: PatternSizes, ops: set[str]) -> Iterator[TimedCase]:
     flops = 2.0 * float(mask.sum()) * sizes.group * hidden
     picked = torch.randperm(rows, device=sizes.device)[:CHECKED_ROWS]
     wide_mask = mask[picked].repeat_interleave(sizes.group, 1)
+    if "norm_route_patterns" in ops:
+        yield _choice(point)
     if "pattern_layout" in ops:
         expected_layout = wk.pattern_layout(ids, patterns, backend="torch").tensors
 
@@ -160,6 +170,34 @@ def _packed_down(gated: Explanation, h: Tensor, w_down: Tensor, layout: wk.Patte
         "packed": lambda: project_packed(packed, w_down, layout, None),
         "packed, w_down by channel": lambda: project_packed(packed, by_channel, layout, None),
     }
+
+
+def _choice(point: PatternSizes) -> TimedCase:
+    """Norm and choice of the patterns' numbers, beside the norm and the decision on as many groups."""
+    sizes, count = point.sizes, point.count
+    hidden, groups, fp32 = sizes.model.hidden_size, sizes.groups, torch.float32
+    x, scale = sizes.normal(sizes.rows, hidden), sizes.normal(hidden)
+    w1, b1 = sizes.normal(RANK, hidden, dtype=fp32, scale=0.02), sizes.normal(RANK, dtype=fp32)
+    w2, b2 = sizes.normal(1, count, RANK, dtype=fp32, scale=0.2), sizes.normal(1, count, dtype=fp32)
+    to_bits = sizes.normal(2 * groups, RANK, dtype=fp32), sizes.normal(2 * groups, dtype=fp32)
+    numbers = torch.arange(count, dtype=torch.int32, device=sizes.device)[None]
+    first = (x, scale, w1 if x.element_size() > 2 else wk.in_pieces(w1, x.dtype), b1)
+
+    def compare(got: tuple[Tensor, Tensor, Tensor | None]) -> float:
+        full = x.double()
+        expected, _ = wk.norm_route(full, scale.double(), w1, b1, *to_bits, 1e-5, backend="torch")
+        scores = F.linear(F.linear(full, w1.double(), b1.double()), w2[0].double(), b2[0].double())
+        lost = scores.amax(-1) - scores.gather(1, got[1].t().long()).squeeze(1)
+        if float(lost.max()) > FLIP * float(scores.abs().max()):
+            return float("inf")
+        return float((got[0].double() - expected).norm() / expected.norm())
+
+    return operator_case(
+        "norm_route_patterns", sizes, (*first, w2, b2, numbers, 1e-5), {}, compare,
+        {"rms_norm alone": lambda: F.rms_norm(x, (hidden,), scale, 1e-5)},
+        others={BITS: lambda: wk.norm_route(*first, *to_bits, 1e-5)},
+        flops=2.0 * sizes.rows * RANK * (hidden + count), checked=x.numel() + sizes.rows,
+    )  # fmt: skip
 
 
 def _ffn(

@@ -33,8 +33,8 @@ def candidates(kernel: str) -> Iterator[dict[str, int]]:
         for (bn, chunks), stages in itertools.product(((2, 256), (2, 512), (4, 128), (4, 256), (8, 128)), (1, 3)):
             yield {"BN": bn, "BC": chunks, "STAGES": stages, "num_warps": 4}
     elif kernel == "norm_route":
-        for bm, bd, warps in itertools.product((16, 32, 64, 128), (128, 256, 512), (4, 8)):
-            yield {"BM": bm, "BD": bd, "num_warps": warps}
+        for bm, bd, warps, together in itertools.product((16, 32, 64, 128), (128, 256, 512), (4, 8), (1, 0)):
+            yield {"BM": bm, "BD": bd, "num_warps": warps, "TOGETHER": together}
     else:
         for (bn, bk), stages in itertools.product(((64, 64), (64, 128), (128, 64), (128, 128)), (3, 4, 5)):
             for splits in (2, 4, 8) if kernel == "few_rows_k" else (0,):

@@ -9,13 +9,16 @@ from wide_kernels.tuning.lookup import tuned
 ENOUGH_PROGRAMS = 128  # about one a multiprocessor of an H100; the rule only has to be near
 CHUNKS = (512, 256, 128)
 PIECE = 64
+NORMALISED_AT_ONCE = 16384  # elements; many are under way at one time
+PATTERNS_AT_ONCE = 64  # scores that a program has at one time
+GROUPS_AT_ONCE = 1024  # of the chosen patterns, copied at one time
 
 
 def chunk_config(rows: int, size: int, dtype: torch.dtype) -> dict[str, int]:
     """Rows and columns of a tile: large ones read w1 seldom, small ones occupy the GPU when there are few rows.
 
     Among the chunk lengths the one that pads D least counts, then the longest. D stands for the width of a group in the
-    key of what the tuner found.
+    key of what the tuner found. With TOGETHER = 0 the norm waits for a launch of its own instead of for its neighbours.
     """
     block = 64
     lengths = sorted(CHUNKS, key=lambda length: (-(-size // length) * length, -length))
@@ -29,4 +32,5 @@ def chunk_config(rows: int, size: int, dtype: torch.dtype) -> dict[str, int]:
     while programs() < ENOUGH_PROGRAMS and block > 16:
         block //= 2
     config = {"BM": block, "BD": length, "BK": PIECE, "BG": 16 if block == 16 else 64, "num_warps": 4, "num_stages": 3}
-    return config | tuned("norm_route", rows, size, dtype)
+    config |= {"TOGETHER": 1} | tuned("norm_route", rows, size, dtype)
+    return {"BN": min(config["BD"], max(PIECE, NORMALISED_AT_ONCE // config["BM"]))} | config

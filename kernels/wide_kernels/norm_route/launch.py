@@ -8,6 +8,7 @@ from torch import Tensor
 from wide_kernels.checks import same_device, same_kind, same_size, shape_of
 from wide_kernels.dispatch import Problem, choose
 from wide_kernels.errors import UnsupportedError
+from wide_kernels.norm_route.pieces import PIECES
 from wide_kernels.norm_route.reference import norm_route_reference
 
 TAPS = ("residual", "normalised")
@@ -28,7 +29,8 @@ def norm_route(
     """RMSNorm and the router in one pass over the residual stream x [T, D].
 
     norm_weight [D] in the dtype of x; the router w1 [r, D], b1 [r], w2 [2 N_G, r], b2 [2 N_G] is fp32: row 2g of w2
-    gives group g's logit to execute, row 2g + 1 to skip; a tie executes. `tap` says what it reads: "residual", x as it
+    gives group g's logit to execute, row 2g + 1 to skip; a tie executes. For a 16-bit x w1 may come in pieces, as
+    `in_pieces(w1, x.dtype)` makes them: that is faster. `tap` says what it reads: "residual", x as it
     is, or "normalised", x over its root mean square (eps 1e-6, no weight, unrounded). Returns (normalised x [T, D],
     mask bool [T, N_G]). Decisions are those of fp32 arithmetic: backends may differ where the two logits do so by less
     than 1e-5 of the largest difference there is. For inference: no gradients. Raises UnsupportedError.
@@ -52,26 +54,41 @@ def norm_route_problem(
 ) -> Problem:
     """The facts that decide the backend of `norm_route`; raises UnsupportedError for what no backend takes."""
     op = "norm_route"
-    if tap not in TAPS:
-        raise UnsupportedError(f"{op}: tap must be one of {', '.join(TAPS)}, got {tap!r}")
-    same_kind(op, x, norm_weight=norm_weight)
-    _, size = shape_of(op, "x", x, "T D")
-    same_size(op, "the size of norm_weight", shape_of(op, "norm_weight", norm_weight, "D")[0], size)
-    for name, tensor in {"w1": w1, "b1": b1, "w2": w2, "b2": b2}.items():
-        same_device(op, x, name, tensor)
-        if tensor.dtype is not torch.float32:
-            raise UnsupportedError(
-                f"{op}: routers are float32 so that ties are rare, {name} is {tensor.dtype}; cast it"
-            )
-    rank, w1_size = shape_of(op, "w1", w1, "r D")
-    same_size(op, "D of w1", w1_size, size)
-    same_size(op, "the size of b1", shape_of(op, "b1", b1, "r")[0], rank)
+    rank = checked_bottleneck(op, x, norm_weight, w1, b1, tap, w2=w2, b2=b2)
     logits, w2_rank = shape_of(op, "w2", w2, "2N_G r")
     same_size(op, "r of w2", w2_rank, rank)
     same_size(op, "the size of b2", shape_of(op, "b2", b2, "2N_G")[0], logits)
     if logits == 0 or logits % 2:
         raise UnsupportedError(f"{op}: w2 must have two rows a group, got {logits}")
     return Problem(op, x.device, x.dtype)
+
+
+def checked_bottleneck(
+    op: str, x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, tap: str, **second: Tensor
+) -> int:
+    """The router's rank, after a look at what the forms of a decision share and at the dtypes of its second layer."""
+    if tap not in TAPS:
+        raise UnsupportedError(f"{op}: tap must be one of {', '.join(TAPS)}, got {tap!r}")
+    same_kind(op, x, norm_weight=norm_weight)
+    _, size = shape_of(op, "x", x, "T D")
+    same_size(op, "the size of norm_weight", shape_of(op, "norm_weight", norm_weight, "D")[0], size)
+    first = {"w1": w1} if w1.dim() != 3 else {}
+    for name, tensor in {**first, "b1": b1, **second}.items():
+        same_device(op, x, name, tensor)
+        if tensor.dtype is not torch.float32:
+            raise UnsupportedError(
+                f"{op}: routers are float32 so that ties are rare, {name} is {tensor.dtype}; cast it"
+            )
+    if w1.dim() == 3:
+        same_size(op, "the number of pieces of w1", w1.shape[0], PIECES)
+        same_kind(op, x, w1=w1)
+        if x.element_size() != 2:
+            raise UnsupportedError(f"{op}: only a 16-bit x takes w1 in pieces, x is {x.dtype}; give w1 whole, float32")
+        w1 = w1[0]
+    rank, w1_size = shape_of(op, "w1", w1, "r D")
+    same_size(op, "D of w1", w1_size, size)
+    same_size(op, "the size of b1", shape_of(op, "b1", b1, "r")[0], rank)
+    return rank
 
 
 @torch.library.custom_op(

@@ -2,13 +2,16 @@
 
 A program owns a tile of rows times a chunk of D. It stores the tile's share of the sum of squares and of w1 x, waits
 for the other chunks of its rows, adds up the shares (in a fixed order, so results repeat bit by bit), normalises the
-tile, and decides for its part of the (rows, groups). Tall tiles read w1 seldom; short chunks keep so little in flight
-that the second walk over the tile finds it in L2. Where programs cannot wait for each other (Triton's interpreter runs
-one after the other; a GPU with very few multiprocessors), the two halves are two launches.
+tile, and decides for its part of the (rows, groups), or picks patterns for its part of the (rows, segments). Tall tiles
+read w1 seldom; short chunks keep so little in flight that the second walk over the tile finds it in L2. Where programs
+cannot wait for each other (Triton's interpreter runs one after the other; a GPU with very few multiprocessors), the two
+halves are two launches.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -18,7 +21,7 @@ from torch import Tensor
 from wide_kernels.counters import counters
 from wide_kernels.dispatch import multiprocessors, on_device_of
 from wide_kernels.meeting import meet
-from wide_kernels.norm_route.configs import chunk_config
+from wide_kernels.norm_route.configs import GROUPS_AT_ONCE, PATTERNS_AT_ONCE, chunk_config
 from wide_kernels.norm_route.reference import TAP_EPS
 from wide_kernels.tuning.tiles import padded_rows
 
@@ -45,6 +48,18 @@ def differences(w2, b2, first, N_G, R: tl.constexpr, RP: tl.constexpr, BG: tl.co
 
 
 @triton.jit
+def scoring(w2, b2, segment, first, C: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, BG: tl.constexpr):
+    """Weights [RP, BG] and bias [BG] of the scores of BG patterns of a segment; past the last one the bias is -inf."""
+    rank = tl.arange(0, RP)
+    pattern = first + tl.arange(0, BG)
+    known = pattern < C
+    entry = segment * C + pattern
+    square = (rank < R)[:, None] & known[None, :]
+    weight = tl.load(w2 + entry[None, :] * R + rank[:, None], mask=square, other=0.0)
+    return weight, tl.load(b2 + entry, mask=known, other=float("-inf"))
+
+
+@triton.jit
 def sum_of_chunks(partial, row, inside, rows, CHUNKS: tl.constexpr):
     """The sum over all chunks of partial[chunk, row]."""
     total = tl.zeros(row.shape, tl.float32)
@@ -54,26 +69,20 @@ def sum_of_chunks(partial, row, inside, rows, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def decide(
+def bottleneck(
     hidden,
     squares,
     b1,
-    weight,
-    bias,
-    decided,
     row,
-    first,
     rows,
-    N_G,
     D: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
-    BG: tl.constexpr,
     CHUNKS: tl.constexpr,
     NORMALISED: tl.constexpr,
     TAP_EPS: tl.constexpr,
 ):
-    """Store z >= 0 for some rows and BG groups."""
+    """What the router's first product gives for some rows, [rows, RP]."""
     rank = tl.arange(0, RP)
     inside = row < rows
     whole = tl.zeros((row.shape[0], RP), tl.float32)
@@ -82,11 +91,66 @@ def decide(
         whole += tl.load(part, mask=inside[:, None], other=0.0, cache_modifier=".cg")
     if NORMALISED:  # w1 (s x) = s (w1 x)
         whole *= tl.rsqrt(sum_of_chunks(squares, row, inside, rows, CHUNKS) / D + TAP_EPS)[:, None]
-    whole += tl.load(b1 + rank, mask=rank < R, other=0.0)[None, :]
+    return whole + tl.load(b1 + rank, mask=rank < R, other=0.0)[None, :]
+
+
+@triton.jit
+def decide(whole, weight, bias, decided, row, first, rows, N_G: tl.constexpr, BG: tl.constexpr):
+    """Store z >= 0 for some rows and BG groups."""
     z = tl.dot(whole, weight, input_precision="ieee") + bias[None, :]
     group = first + tl.arange(0, BG)
     target = decided + row[:, None] * N_G + group[None, :]
-    tl.store(target, (z >= 0).to(tl.uint8), mask=inside[:, None] & (group < N_G)[None, :])
+    tl.store(target, (z >= 0).to(tl.uint8), mask=(row < rows)[:, None] & (group < N_G)[None, :])
+
+
+@triton.jit
+def better(whole, weight, bias, first, best, place, BG: tl.constexpr):
+    """(highest score of each row, its pattern) with BG patterns more; the first of equal ones stays."""
+    z = tl.dot(whole, weight, input_precision="ieee") + bias[None, :]
+    highest = tl.max(z, 1)
+    column = tl.min(tl.where(z == highest[:, None], tl.arange(0, BG)[None, :], BG), 1)
+    higher = highest > best  # never for NaN: the place stays one of a pattern
+    return tl.where(higher, highest, best), tl.where(higher, first + column, place)
+
+
+@triton.jit
+def choose(
+    whole,
+    weight,
+    bias,
+    w2,
+    b2,
+    numbers,
+    patterns,
+    ids,
+    decided,
+    row,
+    segment,
+    rows,
+    SEGMENTS: tl.constexpr,
+    C: tl.constexpr,
+    NUMBERED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    BG: tl.constexpr,
+    BW: tl.constexpr,
+):
+    """Store the number of the best pattern of a segment for some rows and, with a WIDTH, its groups."""
+    inside = row < rows
+    best = tl.full(row.shape, float("-inf"), tl.float32)
+    best, place = better(whole, weight, bias, 0, best, tl.zeros(row.shape, tl.int32), BG)
+    for first in range(BG, C, BG):
+        weight, bias = scoring(w2, b2, segment, first, C, R, RP, BG)
+        best, place = better(whole, weight, bias, first, best, place, BG)
+    number = tl.load(numbers + segment * C + place)
+    tl.store(ids + segment.to(tl.int64) * rows + row, number, mask=inside)
+    for first in range(0, WIDTH, BW):
+        group = first + tl.arange(0, BW)
+        known = inside[:, None] & (group < WIDTH)[None, :]
+        runs = tl.load(patterns + (segment * NUMBERED + number)[:, None] * WIDTH + group[None, :], mask=known)
+        target = decided + (row * SEGMENTS + segment)[:, None] * WIDTH + group[None, :]
+        tl.store(target, runs, mask=known)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -97,9 +161,12 @@ def chunk_kernel(
     b1,
     w2,
     b2,
+    numbers,
+    patterns,
     squares,
     hidden,
     out,
+    ids,
     decided,
     counter,
     rows,
@@ -107,6 +174,10 @@ def chunk_kernel(
     D: tl.constexpr,
     R: tl.constexpr,
     N_G: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    C: tl.constexpr,
+    NUMBERED: tl.constexpr,
+    WIDTH: tl.constexpr,
     NORMALISED: tl.constexpr,
     TAP_EPS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -115,9 +186,15 @@ def chunk_kernel(
     BM: tl.constexpr,
     BD: tl.constexpr,
     BK: tl.constexpr,
+    BN: tl.constexpr,
     BG: tl.constexpr,
+    BW: tl.constexpr,
 ):
-    """One chunk of D of BM rows. HALVES: "first", "second", or "both" with a wait between them."""
+    """One chunk of D of BM rows. HALVES: "first", "second", or "both" with a wait between them.
+
+    Rows decide on N_G groups, or with SEGMENTS > 0 pick one of C patterns in each and store its number and, with a
+    WIDTH, its groups out of `patterns` [SEGMENTS, NUMBERED, WIDTH].
+    """
     CHUNKS: tl.constexpr = (D + BD - 1) // BD
     chunk = tl.program_id(0)
     first_row = tl.program_id(1).to(tl.int64) * BM
@@ -132,69 +209,137 @@ def chunk_kernel(
         for i in range(0, BD // BK):
             d = chunk * BD + i * BK + k
             known = inside[:, None] & (d < D)[None, :]
-            tile = tl.load(x + offset + i * BK, mask=known, other=0.0).to(tl.float32)
+            tile = tl.load(x + offset + i * BK, mask=known, other=0.0)
+            full = tile.to(tl.float32)
+            square += full * full
             known = (rank < R)[None, :] & (d < D)[:, None]
-            down = tl.load(w1 + rank[None, :] * D + d[:, None], mask=known, other=0.0)
-            square += tile * tile
-            if PARTS == 2:
-                high, low = tf32_parts(down)
-                acc = tl.dot(tile, high, acc, input_precision="tf32")
-                acc = tl.dot(tile, low, acc, input_precision="tf32")
+            weights = w1 + rank[None, :] * D + d[:, None]
+            if PARTS == 3:
+                for piece in tl.static_range(3):
+                    acc = tl.dot(tile, tl.load(weights + piece * R * D, mask=known, other=0.0), acc)
             else:
-                acc = tl.dot(tile, down, acc, input_precision="ieee")
+                down = tl.load(weights, mask=known, other=0.0)
+                if PARTS == 2:
+                    high, low = tf32_parts(down)
+                    acc = tl.dot(full, high, acc, input_precision="tf32")
+                    acc = tl.dot(full, low, acc, input_precision="tf32")
+                else:
+                    acc = tl.dot(full, down, acc, input_precision="ieee")
         tl.store(squares + chunk * rows + row, tl.sum(square, 1), mask=inside)
         tl.store(hidden + (chunk * rows + row)[:, None] * RP + rank[None, :], acc, mask=inside[:, None])
-    # The decision is cut into units of 16 rows and BG groups.
-    GROUP_BLOCKS: tl.constexpr = (N_G + BG - 1) // BG
-    UNITS: tl.constexpr = (BM // 16) * GROUP_BLOCKS
-    weight, bias = differences(w2, b2, (chunk % GROUP_BLOCKS) * BG, N_G, R, RP, BG)  # ahead of the wait
+    # The decision is cut into units of 16 rows and BG groups or one segment.
+    ACROSS: tl.constexpr = SEGMENTS if SEGMENTS > 0 else (N_G + BG - 1) // BG
+    UNITS: tl.constexpr = (BM // 16) * ACROSS
+    if SEGMENTS > 0:  # ahead of the wait
+        weight, bias = scoring(w2, b2, chunk % ACROSS, 0, C, R, RP, BG)
+    else:
+        weight, bias = differences(w2, b2, (chunk % ACROSS) * BG, N_G, R, RP, BG)
     if HALVES == "both":
         meet(counter + tl.program_id(1), chunk, CHUNKS)
     if HALVES != "first":
         scale = tl.rsqrt(sum_of_chunks(squares, row, inside, rows, CHUNKS) / D + eps)[:, None]
         dtype: tl.constexpr = out.dtype.element_ty
-        for i in range(0, BD // BK):
-            d = chunk * BD + i * BK + k
+        for i in range(0, BD // BN):
+            d = chunk * BD + i * BN + tl.arange(0, BN)
             gain = tl.load(norm_weight + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
             # Llama's order of roundings: scaled and rounded, then times the weight and rounded.
             known = inside[:, None] & (d < D)[None, :]
-            tile = tl.load(x + offset + i * BK, mask=known, other=0.0)
+            place = row[:, None] * D + d[None, :]
+            tile = tl.load(x + place, mask=known, other=0.0)
             value = ((tile.to(tl.float32) * scale).to(dtype).to(tl.float32) * gain).to(dtype)
-            tl.store(out + offset + i * BK, value, mask=known)
+            tl.store(out + place, value, mask=known)
         for unit in range(chunk, UNITS, CHUNKS):
-            first = (unit % GROUP_BLOCKS) * BG
-            if unit >= CHUNKS:
-                weight, bias = differences(w2, b2, first, N_G, R, RP, BG)
-            some = first_row + (unit // GROUP_BLOCKS) * 16 + tl.arange(0, 16)
-            decide(
-                hidden, squares, b1, weight, bias, decided, some, first, rows,
-                N_G, D, R, RP, BG, CHUNKS, NORMALISED, TAP_EPS,
-            )  # fmt: skip
+            column = unit % ACROSS
+            some = first_row + (unit // ACROSS) * 16 + tl.arange(0, 16)
+            whole = bottleneck(hidden, squares, b1, some, rows, D, R, RP, CHUNKS, NORMALISED, TAP_EPS)
+            if SEGMENTS > 0:
+                if unit >= CHUNKS:
+                    weight, bias = scoring(w2, b2, column, 0, C, R, RP, BG)
+                choose(
+                    whole, weight, bias, w2, b2, numbers, patterns, ids, decided, some, column, rows,
+                    SEGMENTS, C, NUMBERED, WIDTH, R, RP, BG, BW,
+                )  # fmt: skip
+            else:
+                if unit >= CHUNKS:
+                    weight, bias = differences(w2, b2, column * BG, N_G, R, RP, BG)
+                decide(whole, weight, bias, decided, some, column * BG, rows, N_G, BG)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What follows the bottleneck: weights, biases and results of a decision, and the kernel's sizes for it."""
+
+    w2: Tensor
+    b2: Tensor
+    numbers: Tensor
+    patterns: Tensor
+    ids: Tensor
+    decided: Tensor
+    sizes: dict[str, int]
 
 
 def norm_and_decide(
     x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float, tap: str
 ) -> tuple[Tensor, Tensor]:
     """`norm_route` for a contiguous x [T, D]."""
+    groups = w2.shape[0] // 2
+    decided = torch.empty(x.shape[0], groups, dtype=torch.uint8, device=x.device)
+    sizes = {"N_G": groups, "SEGMENTS": 0, "C": 0, "NUMBERED": 0, "WIDTH": 0, "BW": 16}
+    head = Head(w2, b2, decided, decided, decided, decided, sizes)  # no numbers, patterns and ids
+    return _norm_and_route(x, norm_weight, w1, b1, head, eps, tap), decided.view(torch.bool)
+
+
+def norm_and_choose(
+    x: Tensor,
+    norm_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    numbers: Tensor,
+    patterns: Tensor | None,
+    eps: float,
+    tap: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`norm_route_patterns` for a contiguous x [T, D]; without patterns the mask has no rows."""
+    rows = x.shape[0]
+    segments, count, _ = w2.shape
+    ids = torch.empty(segments, rows, dtype=torch.int32, device=x.device)
+    sizes = {"N_G": 0, "SEGMENTS": segments, "C": count, "BG": min(padded_rows(count), PATTERNS_AT_ONCE)}
+    if patterns is None:
+        decided = torch.empty(0, 0, dtype=torch.uint8, device=x.device)
+        head = Head(w2, b2, numbers, numbers, ids, ids, sizes | {"NUMBERED": 0, "WIDTH": 0, "BW": 16})
+    else:
+        _, numbered, width = patterns.shape
+        decided = torch.empty(rows, segments * width, dtype=torch.uint8, device=x.device)
+        block = min(padded_rows(width), GROUPS_AT_ONCE)
+        sizes |= {"NUMBERED": numbered, "WIDTH": width, "BW": block}
+        head = Head(w2, b2, numbers, patterns.view(torch.uint8), ids, decided, sizes)
+    return _norm_and_route(x, norm_weight, w1, b1, head, eps, tap), ids, decided.view(torch.bool)
+
+
+def _norm_and_route(x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, head: Head, eps: float, tap: str) -> Tensor:
+    """Normalised x; fills the results of the head."""
     rows, size = x.shape
-    rank, groups = w1.shape[0], w2.shape[0] // 2
+    rank = w1.shape[-2]
     out = torch.empty_like(x)
-    decided = torch.empty(rows, groups, dtype=torch.uint8, device=x.device)
     if rows == 0:
-        return out, decided.view(torch.bool)
+        return out
     padded = padded_rows(rank)
     # A 16-bit x is exact in tf32, and w1 in two parts of it: two products on tensor cores are as good as fp32.
-    parts = 1 if x.dtype is torch.float32 else 2
+    parts = w1.shape[0] if w1.dim() == 3 else 1 if x.dtype is torch.float32 else 2
     with on_device_of(x):
-        config = chunk_config(rows, size, x.dtype)
+        config = chunk_config(rows, size, x.dtype) | head.sizes
+        together = config.pop("TOGETHER") and x.is_cuda
         chunks, tiles = triton.cdiv(size, config["BD"]), triton.cdiv(rows, config["BM"])
         squares = torch.empty(chunks, rows, dtype=torch.float32, device=x.device)
         hidden = torch.empty(chunks, rows, padded, dtype=torch.float32, device=x.device)
-        together = x.is_cuda and 1 < chunks <= multiprocessors(x.device)
+        together = together and 1 < chunks <= multiprocessors(x.device)
         counter = counters("meeting", x.device, tiles) if together else squares  # not followed then
         for halves in ("both",) if together else ("first", "second"):
             chunk_kernel[(chunks, tiles)](
-                x, norm_weight, w1, b1, w2, b2, squares, hidden, out, decided, counter, rows, eps,
-                size, rank, groups, tap == "normalised", TAP_EPS, parts, halves, padded, **config,
+                x, norm_weight, w1, b1, head.w2, head.b2, head.numbers, head.patterns, squares, hidden, out,
+                head.ids, head.decided, counter, rows, eps, D=size, R=rank, NORMALISED=tap == "normalised",
+                TAP_EPS=TAP_EPS, PARTS=parts, HALVES=halves, RP=padded, **config,
             )  # fmt: skip
-    return out, decided.view(torch.bool)
+    return out

@@ -137,7 +137,7 @@ class Layer:
         with within("norm_route"):
             if decision is None:
                 return normalise(x, norm), None, None
-            normalised, decided = decision.take(x, extended)
+            normalised, decided = decision.take(x, extended, step.masked)
             if not extended:
                 return normalised, step.route(decided), None
             assert isinstance(decided, Tensor)  # patterns have no such groups

@@ -1,7 +1,7 @@
 """Patterns of groups on the inference path: which one each row picks, and the numbers that rows are sorted by.
 
-A pattern's score is linear in what the router's first product gives, so all of a row's scores are one small product
-more. Patterns are numbered so that neighbours are alike: rows are sorted by number, and those that meet in a tile then
+A pattern's score is linear in what the router's first product gives, so choosing one costs what deciding on groups
+does. Patterns are numbered so that neighbours are alike: rows are sorted by number, and those that meet in a tile then
 run few groups more than their own.
 """
 
@@ -14,27 +14,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import wide_kernels as wk
+from wide_kernels.norm_route.reference import pattern_mask
+from widecli.engine.weights import Norm
 from widecli.model.patterns import Codebook
 from widecli.model.router import Router
-
-_PIECES = 3  # bf16 numbers that add up to an fp32 one
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What rows picked: `ids` int32 [rows, S], one in each segment of the groups; `patterns` bool [S, C + 1, width].
+    """What rows picked: `ids` int32 [S, rows], one in each segment of the groups; `patterns` bool [S, C + 1, width].
 
-    The last pattern of a segment runs nothing: padding's.
+    The last pattern of a segment runs nothing: padding's. `made` is the mask where it came with the choice.
     """
 
     ids: Tensor
     patterns: Tensor
+    made: Tensor | None = None
 
     @property
     def mask(self) -> Tensor:
         """The decision group by group, bool [rows, N]."""
-        segments = torch.arange(self.patterns.shape[0], device=self.ids.device)
-        return self.patterns[segments, self.ids].flatten(1)
+        return pattern_mask(self.ids, self.patterns) if self.made is None else self.made
 
 
 def numbered(bits: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,41 +44,37 @@ def numbered(bits: Tensor) -> tuple[Tensor, Tensor]:
     return F.pad(chained, (0, 0, 0, 1)), order
 
 
-class PatternScores:
-    """A router and its codebook: from rows of the residual stream to their choice."""
+class PatternRouter:
+    """A router, its codebook and the norm that shares its input: from rows of the residual stream to their choice.
 
-    def __init__(self, router: Router, codebook: Codebook) -> None:
+    Scores come in the codebook's order, so that of equal ones the pattern that the codebook has first is picked.
+    """
+
+    def __init__(self, router: Router, codebook: Codebook, norm: Norm) -> None:
         size = codebook.size
-        self._segments, self._count = size.segments, size.count
         bits = codebook.bits.detach()
         self.patterns, order = numbered(bits)
         # fp64: folding the two products rounds once, to fp32
-        signs = 2 * torch.take_along_dim(bits, order[..., None], 1).double() - 1
+        signs = 2 * bits.double() - 1
         sizes = (size.segments, size.width, 2, -1)
         up, bias = (t.detach().double().view(sizes) for t in (router.up.weight, router.up.bias))
-        self._w2 = (signs @ (up[:, :, 0] - up[:, :, 1])).float().flatten(0, 1)
-        self._b2 = (signs @ (bias[:, :, 0] - bias[:, :, 1])).float().flatten()
-        self._router = router
-        self._w1, self._b1 = router.plain_down_weight().contiguous(), router.down.bias.detach()
-        self._pieces = _in_bf16(self._w1)
+        self._first = (first_weight(router, norm), router.down.bias.detach())
+        w2 = (signs @ (up[:, :, 0] - up[:, :, 1])).float()
+        b2 = (signs @ (bias[:, :, 0] - bias[:, :, 1])).float().squeeze(-1)
+        self._second = (w2, b2, order.argsort(1).to(torch.int32))
+        self._norm = norm
+        self._tap = router.tap
 
-    def choose(self, x: Tensor) -> Choice:
-        """x [rows, D] -> the best pattern of each segment; arithmetic in fp32."""
-        scores = F.linear(self._hidden(x), self._w2, self._b2).view(len(x), self._segments, self._count)
-        return Choice(scores.argmax(-1).to(torch.int32), self.patterns)
-
-    def _hidden(self, x: Tensor) -> Tensor:
-        if x.is_cuda and x.dtype is torch.bfloat16 and self._router.tap == "residual":
-            # on tensor cores and as exact: x is bf16 as it is, the weight in three pieces, sums in fp32
-            parts = torch.mm(x, self._pieces.t(), out_dtype=torch.float32)
-            return parts.view(len(x), _PIECES, -1).sum(1) + self._b1
-        return F.linear(self._router.features(x), self._w1, self._b1)
+    def choose(self, x: Tensor, masked: bool) -> tuple[Tensor, Choice]:
+        """x [rows, D] -> (normalised x, the best pattern of each segment, with its mask if `masked`)."""
+        normalised, ids, mask = wk.norm_route_patterns(
+            x, self._norm.weight, *self._first, *self._second, self._norm.eps,
+            patterns=self.patterns if masked else None, tap=self._tap,
+        )  # fmt: skip
+        return normalised, Choice(ids, self.patterns, mask)
 
 
-def _in_bf16(weight: Tensor) -> Tensor:
-    """fp32 [r, D] -> bf16 [3 r, D], whose thirds add up to it."""
-    pieces = []
-    for _ in range(_PIECES):
-        pieces.append(weight.to(torch.bfloat16))
-        weight = weight - pieces[-1].float()
-    return torch.cat(pieces)
+def first_weight(router: Router, norm: Norm) -> Tensor:
+    """The router's first weight as `wk.norm_route` takes it for rows of the norm's dtype: in pieces for bf16."""
+    weight = router.plain_down_weight().contiguous()
+    return wk.in_pieces(weight, torch.bfloat16) if norm.weight.dtype is torch.bfloat16 else weight

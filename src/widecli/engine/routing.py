@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import wide_kernels as wk
 from wide_kernels import PatternLayout, RouteLayout
-from widecli.engine.patterns import Choice, PatternScores, numbered
+from widecli.engine.patterns import Choice, PatternRouter, first_weight, numbered
 from widecli.engine.weights import Norm
 from widecli.model.gate import argmax_gate, margins
 from widecli.model.patterns import Codebook
@@ -69,6 +69,7 @@ class RandomMasks:
         self._always: dict[tuple[int, int, int], int] = {}
         self._ids: dict[tuple[int, int, int], Tensor] = {}
         self._patterns: dict[int, Tensor] = {}
+        self._chosen: dict[tuple[int, int, int], Tensor] = {}  # the masks of `_ids`, where they are asked for
         self._numbered: dict[tuple[int, float, int], Tensor] = {}  # by index, sparsity, seed: numbering takes a while
 
     def take(self, index: int, learned: Tensor, always: int = 0) -> Tensor:
@@ -89,7 +90,12 @@ class RandomMasks:
         if key not in self._ids:
             self._ids[key] = torch.empty_like(learned.ids)
             self._draw_ids(key)
-        return Choice(self._ids[key], self._patterns[index])
+        choice = Choice(self._ids[key], self._patterns[index])
+        if learned.made is None:
+            return choice
+        if key not in self._chosen:
+            self._chosen[key] = choice.mask
+        return replace(choice, made=self._chosen[key])
 
     @torch.inference_mode()
     def redraw(self, seed: int) -> None:
@@ -101,6 +107,8 @@ class RandomMasks:
             self._draw_patterns(index)
         for key in self._ids:
             self._draw_ids(key)
+        for key, mask in self._chosen.items():
+            mask.copy_(Choice(self._ids[key], self._patterns[key[0]]).mask)
 
     def skip(self, sparsity: float) -> None:
         """Masks that skip this share, in the same memory."""
@@ -112,6 +120,7 @@ class RandomMasks:
         """Let go of the masks, when no session that met them runs any more."""
         self._masks.clear()
         self._ids.clear()
+        self._chosen.clear()
 
     def _draw(self, key: tuple[int, int, int]) -> None:
         mask = self._masks[key][:, : key[2] - self._always[key]]
@@ -162,25 +171,25 @@ class Decision:
         self._by_pattern = by_pattern
         self._norm = norm
         self._router = router
-        self._scores = None if codebook is None or codebook.size.complete else PatternScores(router, codebook)
-        self._fused = self._scores is None and router.tap == "residual"
-        self._w1 = router.plain_down_weight().contiguous()
+        self._patterns = None if codebook is None or codebook.size.complete else PatternRouter(router, codebook, norm)
+        self._fused = self._patterns is None and router.tap == "residual"
+        self._w1 = first_weight(router, norm)
         self._b1, w2, b2 = (t.detach() for t in (router.down.bias, router.up.weight, router.up.bias))
         self._outputs = (w2, b2)
         self.always = always if self._fused else 0
         certain = b2.new_tensor([1.0, 0.0]).repeat(self.always)  # execute, skip
         self._more_outputs = (F.pad(w2, (0, 0, 0, len(certain))), torch.cat((b2, certain)))
 
-    def take(self, x: Tensor, extended: bool = False) -> tuple[Tensor, Tensor | Choice]:
+    def take(self, x: Tensor, extended: bool = False, masked: bool = False) -> tuple[Tensor, Tensor | Choice]:
         """x [rows, D] -> (normalised x, mask bool [rows, N] or the rows' choice).
 
-        `extended`: a mask [rows, N + always].
+        `extended`: a mask [rows, N + always]. `masked`: the choice comes with its mask.
         """
-        if self._scores is not None:
-            choice = self._scores.choose(x)
+        if self._patterns is not None:
+            normalised, choice = self._patterns.choose(x, masked or not self._by_pattern)
             if self.masks is not None:
                 choice = self.masks.choose(self.index, choice)
-            return normalise(x, self._norm), choice if self._by_pattern else choice.mask
+            return normalised, choice if self._by_pattern else choice.mask
         if self._fused:
             outputs = self._more_outputs if extended else self._outputs
             normalised, mask = wk.norm_route(x, self._norm.weight, self._w1, self._b1, *outputs, self._norm.eps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,9 @@ class Step(ABC):
     cache's flat view. `executed` holds for every decision so far how many tokens ran each group: int [N], or the mask
     [B, N] itself.
     """
+
+    masked: ClassVar[bool]
+    """Whether rows that pick patterns must say which groups these run, for operators that take a bare mask."""
 
     def __init__(self, cache: KVCache, tokens: int, cos: Tensor, sin: Tensor, slots: Tensor) -> None:
         self.cache = cache
@@ -60,6 +64,8 @@ class Step(ABC):
 class PrefillStep(Step):
     """T tokens of every sequence, from slot `begin` on; `valid` bool [B * T] or None = all are real."""
 
+    masked = False
+
     def __init__(
         self, cache: KVCache, tokens: int, begin: int, tables: tuple[Tensor, Tensor], valid: Tensor | None
     ) -> None:
@@ -68,6 +74,7 @@ class PrefillStep(Step):
         where = torch.arange(begin, end, device=cos.device) + cache.first_slots[:, None]
         super().__init__(cache, tokens, cos, sin, where.flatten())
         self._begin, self._end, self._valid = begin, end, valid
+        self._padding = None if valid is None else ~valid
 
     def route(self, decision: Tensor | Choice) -> Route:
         """Sort the decision; padding runs nothing."""
@@ -79,16 +86,14 @@ class PrefillStep(Step):
 
     def _by_patterns(self, choice: Choice) -> Route:
         ids, patterns = choice.ids, choice.patterns
-        if self._valid is None:
+        if self._padding is None:
             patterns = patterns[:, :-1]
         else:
-            ids = ids.masked_fill(~self._valid[:, None], patterns.shape[1] - 1)
-        layouts = [wk.pattern_layout(segment.contiguous(), p) for segment, p in zip(ids.t(), patterns, strict=True)]
+            ids = ids.masked_fill(self._padding, patterns.shape[1] - 1)
+        layouts = [wk.pattern_layout(segment, p) for segment, p in zip(ids, patterns, strict=True)]
         for layout in layouts:
-            numbers = torch.arange(len(layout.patterns), dtype=torch.int32, device=ids.device)
-            begins = torch.searchsorted(layout.ids[layout.order], numbers)
-            uses = begins.diff(append=begins.new_full((1,), layout.rows))
-            self.executed.append((uses[:, None] * layout.patterns).sum(0))
+            assert layout.count is not None  # it was just made
+            self.executed.append(layout.count)
         return Route(None, tuple(layouts))
 
     def attend(self, layer: int, q: Tensor, scale: float, route: Route | None) -> Tensor:
@@ -105,6 +110,8 @@ class PrefillStep(Step):
 
 class DecodeStep(Step):
     """One token a sequence, at position cache.lengths[b]; attention looks at no more than `keys` slots."""
+
+    masked = True
 
     def __init__(self, cache: KVCache, keys: int, tables: tuple[Tensor, Tensor]) -> None:
         cos, sin = (table[cache.lengths] for table in tables)
