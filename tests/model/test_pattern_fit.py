@@ -4,19 +4,23 @@ from itertools import combinations
 
 import pytest
 import torch
-from torch import Tensor
 
 from tiny_models import random_ids, tiny_routed
 from widecli.errors import UsageError
-from widecli.model.pattern_fit import Conversion, Match, codebooks_of, convert, fit_codebooks, lloyd, observe
+from widecli.model.pattern_fit import (
+    Conversion,
+    Match,
+    best_of_restarts,
+    codebooks_of,
+    convert,
+    fit_codebooks,
+    lloyd,
+    observe,
+    total_score,
+)
 from widecli.model.patterns import every_pattern
 from widecli.model.plan import PatternPlan
 from widecli.model.thresholds import Batch, collect_margins
-
-
-def total(z: Tensor, patterns: Tensor) -> float:
-    """What Lloyd's iterations raise: the sum of every token's best score."""
-    return float((z @ (2.0 * patterns - 1).T).max(-1).values.sum())
 
 
 def generator(seed: int) -> torch.Generator:
@@ -27,9 +31,9 @@ def generator(seed: int) -> torch.Generator:
 def test_tokens_around_two_patterns_give_what_brute_force_finds(seed: int) -> None:
     centres = torch.tensor([[1.0, 1.0, -1.0, 1.0], [-1.0, 1.0, 1.0, -1.0]])
     z = centres[torch.arange(12) % 2] + 0.4 * torch.randn(12, 4, generator=generator(seed))
-    best = max(combinations(range(16), 2), key=lambda pair: total(z, every_pattern(4)[list(pair)]))
+    best = max(combinations(range(16), 2), key=lambda pair: total_score(z, every_pattern(4)[list(pair)]))
     found = lloyd(z, 2, generator(seed))
-    assert total(z, found) == pytest.approx(total(z, every_pattern(4)[list(best)]), rel=1e-6)
+    assert total_score(z, found) == pytest.approx(total_score(z, every_pattern(4)[list(best)]), rel=1e-6)
     assert sorted(found.tolist()) == sorted(every_pattern(4)[list(best)].tolist())
 
 
@@ -37,13 +41,23 @@ def test_tokens_around_two_patterns_give_what_brute_force_finds(seed: int) -> No
 def test_without_clusters_it_is_near_brute_force_and_nothing_single_is_better(seed: int) -> None:
     z = torch.randn(40, 4, generator=generator(seed))
     found = lloyd(z, 3, generator(seed))
-    best = max(total(z, every_pattern(4)[list(three)]) for three in combinations(range(16), 3))
-    assert total(z, found) > 0.75 * best, "a local optimum, but no bad one"
+    best = max(total_score(z, every_pattern(4)[list(three)]) for three in combinations(range(16), 3))
+    assert total_score(z, found) > 0.75 * best, "a local optimum, but no bad one"
     taken = (z @ (2.0 * found - 1).T).argmax(-1)
     for index in range(3):
         members = z[taken == index].sum(0)
         own = float(members @ (2.0 * found[index] - 1))
         assert own == pytest.approx(float((every_pattern(4) * 2.0 - 1).mv(members).max()), rel=1e-5)
+
+
+def test_restarts_end_no_worse_than_the_first_of_them_and_somewhere_better() -> None:
+    gained = []
+    for seed in range(8):
+        z = torch.randn(60, 6, generator=generator(seed))
+        once, best = lloyd(z, 5, generator(seed)), best_of_restarts(z, 5, generator(seed))
+        gained.append(total_score(z, best) - total_score(z, once))
+    assert min(gained) >= 0
+    assert max(gained) > 0
 
 
 def test_empty_patterns_are_seeded_from_the_worst_served_tokens() -> None:
