@@ -15,7 +15,8 @@ The text, steps (300) and sizes of the first section. `b16` and `b64`: every gro
 itself; `cG-CxP`: the seed-0 run of these converted by `wide patterns --size C --segments P --tokens 32768` without
 training; `p16` and `p64`: trained with C = 64 patterns, fitted at the start and in use from the first step, or
 (`after8`) fitted after 8 tenths of the steps to what groups decide by themselves until then; then fixed, learned by
-gradient, or fitted again every 50 steps. Patterns for the FFN only: three head groups have all eight. Several seeds:
+gradient, or fitted again every 50 steps. `again` repeats `after8-learned` with three seeds: in one of them the fit
+outvoted the first tokens' massive groups in one layer. `massive` is the recipe as it is now: patterns keep these. Patterns for the FFN only: three head groups have all eight. Several seeds:
 mean ± standard deviation. Folder: `smollm2-h200-patterns`.
 """
 PICTURE = """
