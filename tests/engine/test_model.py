@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +13,14 @@ from engine_pairs import make_pair, padded
 from torch import nn
 
 from tiny_models import random_ids, save_model_folder, shake_routers, tiny_model, tiny_plan
-from widecli.engine import cache
+from widecli.engine import cache, layer
 from widecli.engine.model import InferenceModel
 from widecli.engine.ranges import RANGES, named_ranges
 from widecli.engine.routing import RandomMasks
 from widecli.errors import UsageError
 from widecli.model import checkpoint
 from widecli.model.backbone import load_backbone
-from widecli.model.plan import PARTS
+from widecli.model.plan import PARTS, PatternPlan
 from widecli.model.routed import RoutedModel
 from widecli.recipe.load import dump, load_text
 
@@ -59,13 +60,35 @@ def test_weights_of_groups_that_nobody_runs_are_not_used() -> None:
     ids = random_ids(2, 9)
     session = pair.engine.session(2, 12)
     clean = session.prefill(ids).clone(), session.decode(ids[:, 0]).clone()
-    for layer in pair.model.model.layers:  # the engine multiplies with these very tensors
-        layer.self_attn.q_proj.weight.data[:16] = torch.nan  # 2 heads of 8
-        layer.mlp.gate_proj.weight.data[:16] = torch.nan
-        layer.mlp.up_proj.weight.data[:16] = torch.nan
+    for decoder_layer in pair.model.model.layers:  # the engine multiplies with these very tensors
+        decoder_layer.self_attn.q_proj.weight.data[:16] = torch.nan  # 2 heads of 8
+        decoder_layer.mlp.gate_proj.weight.data[:16] = torch.nan
+        decoder_layer.mlp.up_proj.weight.data[:16] = torch.nan
     poisoned = session.prefill(ids), session.decode(ids[:, 0])
     for found, expected in zip(poisoned, clean, strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("plan", [{}, {"mode": "patterns", "patterns": PatternPlan(3, 1, "ffn")}])
+def test_whole_projections_of_some_hundred_rows_give_what_routed_ones_give(
+    plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 x 80 rows, padding among them; then once more with every projection routed."""
+    pair = make_pair(routed=True, plan=plan, max_position_embeddings=128)
+    ids, lengths = padded([random_ids(1, length, seed=length)[0] for length in (80, 71)])
+    assert ids.numel() in layer.DENSE_PROJECTIONS
+    whole = pair.engine.session(2, 100).prefill(ids, lengths)
+    monkeypatch.setattr(layer, "DENSE_PROJECTIONS", range(0))
+    torch.testing.assert_close(whole, pair.engine.session(2, 100).prefill(ids, lengths), rtol=1e-4, atol=1e-5)
+
+
+def test_a_weight_that_is_not_finite_is_not_multiplied_by_zeros() -> None:
+    pair = make_pair(routed=True)
+    weights = pair.engine.weights
+    assert layer.Layer(0, weights).projects_whole(160) and not layer.Layer(0, weights).projects_whole(100)
+    pair.model.model.layers[0].mlp.down_proj.weight.data[:, :16] = torch.inf
+    pair.model.model.layers[1].self_attn.o_proj.weight.data[0, 0] = torch.nan
+    assert not any(layer.Layer(index, weights).projects_whole(160) for index in (0, 1))
 
 
 def test_the_hugging_face_model_goes_on_working_on_the_same_memory() -> None:
