@@ -78,14 +78,20 @@ def test_whole_projections_of_some_hundred_rows_give_what_routed_ones_give(
     ids, lengths = padded([random_ids(1, length, seed=length)[0] for length in (80, 71)])
     assert ids.numel() in layer.DENSE_PROJECTIONS
     whole = pair.engine.session(2, 100).prefill(ids, lengths)
-    monkeypatch.setattr(layer, "DENSE_PROJECTIONS", range(0))
+    monkeypatch.setattr(layer, "DENSE_PROJECTIONS", range(10**6, 10**6))
     torch.testing.assert_close(whole, pair.engine.session(2, 100).prefill(ids, lengths), rtol=1e-4, atol=1e-5)
 
 
-def test_a_weight_that_is_not_finite_is_not_multiplied_by_zeros() -> None:
+def test_whole_projections_take_few_rows_or_narrow_models_and_finite_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair(routed=True)
     weights = pair.engine.weights
-    assert layer.Layer(0, weights).projects_whole(160) and not layer.Layer(0, weights).projects_whole(100)
+    assert [rows for rows in (128, 129, 1024, 4096) if layer.Layer(0, weights).projects_whole(rows)] == [
+        129,
+        1024,
+        4096,
+    ]
+    monkeypatch.setattr(layer, "NARROW", 32)  # its hidden size
+    assert [rows for rows in (128, 129, 1024, 4096) if layer.Layer(0, weights).projects_whole(rows)] == [129, 1024]
     pair.model.model.layers[0].mlp.down_proj.weight.data[:, :16] = torch.inf
     pair.model.model.layers[1].self_attn.o_proj.weight.data[0, 0] = torch.nan
     assert not any(layer.Layer(index, weights).projects_whole(160) for index in (0, 1))
