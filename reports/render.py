@@ -15,6 +15,7 @@ from typing import Any
 import render_kernels
 import render_patterns
 import render_profile
+import render_sweep
 from render_kernels import table
 
 from widecli.report import plots
@@ -26,7 +27,7 @@ from widecli.report.tables import markdown
 
 HERE = Path(__file__).parent
 PLAIN, ARTICLES, PATTERNS = "smollm2-h200", "smollm2-h200-articles", "smollm2-h200-patterns"
-SWEEP, SCALING = "smollm2-h200-sweep", "scaling"
+SWEEP, SCALING, OUTVOTED = "smollm2-h200-sweep", "scaling", "smollm2-h200-outvoted"
 HEAD = """# Measured results
 
 Written by `reports/render.py` from the records in this folder; no figure is typed by hand. Each row names its runs:
@@ -241,7 +242,7 @@ def main() -> None:
         ARTICLES_HEAD,
         quality(again, load(ARTICLES, "calibrate")),
         render_patterns.HEAD,
-        render_patterns.quality(load(PATTERNS, "eval")),
+        render_patterns.quality(load(PATTERNS, "eval") | load(OUTVOTED, "eval")),
         render_patterns.PICTURE,
         "\n## By task, %\n",
         tasks(evals),
@@ -253,6 +254,8 @@ def main() -> None:
     ]
     (HERE / "README.md").write_text("\n".join(parts))
     insert(HERE.parent / "README.md", "results", readme_table())
+    insert(HERE.parent / "README.md", "sweep", render_sweep.sweep(HERE / SWEEP))
+    insert(HERE.parent / "README.md", "scaling", render_sweep.scaling(HERE / SCALING))
     write_pages()
     render_kernels.render(HERE / "kernels")
     record = json.loads((HERE / "kernels" / "h200.json").read_text())

@@ -15,9 +15,10 @@ The text, steps (300) and sizes of the first section. `b16` and `b64`: every gro
 itself; `cG-CxP`: the seed-0 run of these converted by `wide patterns --size C --segments P --tokens 32768` without
 training; `p16` and `p64`: trained with C = 64 patterns, fitted at the start and in use from the first step, or
 (`after8`) fitted after 8 tenths of the steps to what groups decide by themselves until then; then fixed, learned by
-gradient, or fitted again every 50 steps. `again` repeats `after8-learned` with three seeds: in one of them the fit
-outvoted the first tokens' massive groups in one layer. `massive` is the recipe as it is now: patterns keep these. Patterns for the FFN only: three head groups have all eight. Several seeds:
-mean ± standard deviation. Folder: `smollm2-h200-patterns`.
+gradient, or fitted again every 50 steps. `late` is the recipe as it is now, `after8-learned` with patterns that keep
+the massive groups of the tokens that take them; before, one of four runs (`outvoted`, folder `smollm2-h200-outvoted`)
+lost those of the first tokens in one layer. Its S = 25 % ran before the change. Patterns for the FFN only: three head
+groups have all eight. Several seeds: mean ± standard deviation. Folder: `smollm2-h200-patterns`.
 """
 PICTURE = """
 ![Perplexity against measured FFN time, for bits and patterns](page/ffn_time.png)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from widecli.model.backbone import load_shape
 from widecli.model.plan import RoutingPlan
 from widecli.model.shapes import SHAPES
 from widecli.recipe.load import resolve
 from widecli.recipe.schema import Recipe
 from widecli.train.estimate import USABLE, Estimate, estimate, fitting_micro_batch, remedies
+from widecli.train.scaling import LAYOUTS
 
 GIB = 2**30
 SHAPE = SHAPES["llama-3.1-8b"]
@@ -91,3 +95,23 @@ def test_a_rank_takes_the_largest_micro_batch_that_fits() -> None:
         fitting_micro_batch(made, SHAPE, plan, gib * GIB, value_bytes=2, ranks=2) for gib in (20, 60, 80, 139, 1000)
     ]
     assert sizes == sorted(sizes) and sizes[0] == 1 and sizes[-1] == 8
+
+
+RECORDS = sorted((Path(__file__).parents[2] / "reports" / "scaling").glob("*.json"))
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)
+def test_the_measured_peaks_of_an_8b_model_on_one_and_two_cards_are_met(record: Path) -> None:
+    document = json.loads(record.read_text())
+    layouts = {layout.name: layout for layout in LAYOUTS}
+    assert document["results"]
+    for measured in document["results"]:
+        recipe = layouts[measured["layout"]].changed(Recipe.model_validate(document["recipe"]))
+        shape = load_shape(recipe.model)
+        plan = RoutingPlan.from_section(recipe.routing, shape)
+        found = estimate(recipe, shape, plan, value_bytes=2, ranks=measured["ranks"])
+        assert found.memory_bytes == pytest.approx(measured["peak_memory_bytes"], rel=0.15), measured["layout"]
+
+
+def test_there_are_records_of_one_and_of_two_cards() -> None:
+    assert {json.loads(path.read_text())["results"][0]["ranks"] for path in RECORDS} == {1, 2}
