@@ -26,7 +26,7 @@ def dry_run_document(resolved: ResolvedRecipe, command: str = "calibrate", ranks
     from widecli.model.plan import RoutingPlan
     from widecli.ranks import current
     from widecli.train.distributed import refuse_shares
-    from widecli.train.estimate import EFFICIENCY, estimate, remedies
+    from widecli.train.estimate import efficiency, estimate, remedies
 
     recipe = resolved.recipe
     ranks = ranks or current().size
@@ -40,7 +40,8 @@ def dry_run_document(resolved: ResolvedRecipe, command: str = "calibrate", ranks
     card = (recipe.distributed.memory_gib or _REFERENCE[2]) * _GIB
     how: dict[str, Any] = {"value_bytes": value_bytes, "lora": command == "lora", "ranks": ranks}
     figures = estimate(recipe, shape, plan, card_bytes=card, **how)
-    seconds = figures.seconds(_REFERENCE[1] * EFFICIENCY["cuda" if recipe.train.compile is False else "cuda-compiled"])
+    reach = efficiency(shape, "cuda", compiled=recipe.train.compile is not False)
+    seconds = figures.seconds(_REFERENCE[1] * reach)
     changes = remedies(recipe, shape, plan, card, **how)
     return {
         "schema": "wide.dry_run/1",
@@ -134,11 +135,12 @@ def print_expected_time(resolved: ResolvedRecipe, document: dict[str, Any]) -> N
     import torch
 
     from widecli.model.backbone import default_device
-    from widecli.train.estimate import EFFICIENCY
+    from widecli.model.plan import ModelShape
+    from widecli.train.estimate import efficiency
 
     device = default_device()
-    compiled = device.type == "cuda" and resolved.recipe.train.compile is not False
-    reach = EFFICIENCY["cuda-compiled" if compiled else device.type]
+    shape = ModelShape(**document["shape"])
+    reach = efficiency(shape, device.type, compiled=resolved.recipe.train.compile is not False)
     rate = _matrix_rate(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     ranks = document["estimate"]["ranks"]
     seconds = document["estimate"]["flops"] / (rate * reach * ranks)

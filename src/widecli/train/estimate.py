@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,14 +14,24 @@ if TYPE_CHECKING:
     from widecli.recipe.schema import Recipe
 
 WHOLE_UP_TO = 0.4  # of a card's memory may be weights before they are dealt; the rest is for activations
-# Share of a large matrix product's rate that a step reaches, measured on SmolLM2-135M: one H200 (790 TFLOP/s) runs
-# 146k tokens/s eager and 319k compiled, two CPU cores about 120 tokens/s. Larger models come closer to the peak.
-EFFICIENCY = {"cuda": 0.10, "cuda-compiled": 0.22, "cpu": 0.35}
+# Share of a large matrix product's rate that a step reaches. Measured with SmolLM2-135M: one H200 (790 TFLOP/s) runs
+# 146k tokens/s eager and 319k compiled, two CPU cores about 120 tokens/s. Larger models come closer to the peak:
+# Llama-3.1-8B shapes reach 0.69 to 0.72 on one and on two H200s (compiled; eager is in proportion, not measured).
+_EFFICIENCY = {"cuda": (0.10, 0.31), "cuda-compiled": (0.22, 0.69), "cpu": (0.35, 0.35)}
+_EFFICIENCY_WIDTHS = (576, 4096)  # hidden sizes of the two
 _OPTIMIZER_COPIES = 4  # fp32 weights, gradients and two moments
 _MESSAGE_COPIES = 2  # what ranks add up: one message of all gradients, and its sum
 _GATHERED_LAYERS = 3  # of a dealt backbone: the one that runs, the next one, and the message that brings it
 USABLE = 0.92  # of a card's memory: the rest is CUDA's own, NCCL's, and what fragments
 _CHUNK_LOGITS_COPIES = 3
+
+
+def efficiency(shape: ModelShape, device: str, *, compiled: bool) -> float:
+    """Share of a large matrix product's rate that a training step reaches on a `cuda` or `cpu` device."""
+    narrow, wide = _EFFICIENCY["cuda-compiled" if compiled and device == "cuda" else device]
+    low, high = map(math.log, _EFFICIENCY_WIDTHS)
+    position = (math.log(shape.hidden_size) - low) / (high - low)
+    return narrow + (wide - narrow) * min(1.0, max(0.0, position))
 
 
 @dataclass(frozen=True)
