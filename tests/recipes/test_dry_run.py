@@ -135,15 +135,15 @@ def test_data_that_is_not_there_is_refused(wide: Wide, tiny_recipe: Path, workpl
 
 
 def test_a_dry_run_of_several_gpus_says_what_each_takes_and_what_to_change(wide: Wide) -> None:
-    tight = ("calibrate", "llama-3.1-8b_s50_g64", "distributed.memory_gib=24", "--dry-run")
+    tight = ("calibrate", "llama-3.1-8b_s50_g64", "distributed.memory_gib=20", "--dry-run")
     done = wide(*tight, "--nproc", 2, "--json")
     estimate = done.document["estimate"]
     assert estimate["ranks"] == 2 and not estimate["fits"] and estimate["reference"] == "2 H200s"
     assert estimate["gpu_hours_on_reference"] == pytest.approx(2 * estimate["seconds_on_reference"] / 3600)
-    assert "that does not fit 24.0 GiB; this does:" in " ".join(done.err.replace("│", " ").split())
+    assert "that does not fit 20.0 GiB; this does:" in " ".join(done.err.replace("│", " ").split())
     changed = wide(*tight, *estimate["changes_to_fit"], "--nproc", 2, "--json").document["estimate"]
     assert changed["fits"] and changed["changes_to_fit"] == []
-    assert changed["memory_bytes"] < 24 * 2**30 < estimate["memory_bytes"]
+    assert changed["memory_bytes"] < 20 * 2**30 < estimate["memory_bytes"]
 
 
 def test_a_batch_that_ranks_cannot_share_is_refused_before_anything_starts(wide: Wide, tiny_recipe: Path) -> None:

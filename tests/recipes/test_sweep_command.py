@@ -270,7 +270,8 @@ def test_every_shipped_sweep_can_be_dry_run(wide: Wide, workplace: Path, name: s
     assert done.code == 0, done.err
     document = done.document
     assert all(point["stages"]["calibrate"]["state"] == "waiting" for point in document["points"])
-    assert len(document["points"]) == {"sparsity": 14, "groups": 5 if "smollm2" in name else 6}[name.rsplit("_", 1)[1]]
+    counts = {"sparsity": 14, "groups": 5 if "smollm2" in name else 6, "lora": 4}
+    assert len(document["points"]) == counts[name.rsplit("_", 1)[1]]
     assert list(workplace.iterdir()) == []
 
 
