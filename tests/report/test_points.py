@@ -47,6 +47,26 @@ def test_what_an_evaluation_saw_goes_before_what_the_training_ended_with(tmp_pat
     assert made(tmp_path)[-1].figures["skip mean"].runs == ("eval-x",)
 
 
+def test_a_recipe_from_before_a_key_existed_is_the_configuration_with_its_default(tmp_path: Path) -> None:
+    write_pair(tmp_path, "new", seed=0, perplexity=30.0)
+    write_pair(tmp_path, "old", seed=1, perplexity=34.0)
+    for run in ("calibrate-old", "eval-old"):
+        recipe = tmp_path / run / "recipe.yaml"
+        lines = recipe.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if not line.startswith("  pattern_")]
+        assert len(kept) < len(lines)
+        recipe.write_text("".join(kept))
+    (point,) = [point for point in made(tmp_path) if point.stage != "dense"]
+    assert point.seeds == (0, 1) and point.figures["perplexity wikitext2"].value == 32.0
+
+
+def test_how_gpus_held_the_backbone_makes_no_configuration(tmp_path: Path) -> None:
+    write_pair(tmp_path, "one", seed=0, perplexity=30.0)
+    write_pair(tmp_path, "two", seed=1, perplexity=34.0, changes=("distributed.shard=full", "sweep.retries=2"))
+    (point,) = [point for point in made(tmp_path) if point.stage != "dense"]
+    assert point.seeds == (0, 1)
+
+
 def test_configurations_of_one_label_say_in_what_they_differ(tmp_path: Path) -> None:
     write_pair(tmp_path, "x", perplexity=30.0)
     write_pair(tmp_path, "y", perplexity=90.0, changes=("routing.warm_start=random", "train.temperature_start=5"))

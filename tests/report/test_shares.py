@@ -87,6 +87,25 @@ def test_random_and_learned_masks_are_told_apart_in_one_plot(tmp_path: Path) -> 
     assert [series.name.rsplit(", ", 1)[-1] for series in chart.series] == ["random masks", "learned masks"]
 
 
+def test_what_one_checkpoint_skips_by_itself_is_no_axis_and_of_two_it_is(tmp_path: Path) -> None:
+    def record(name: str, shares: tuple[float, float]) -> None:
+        points = [
+            speed_point("ttft", 1.5, prompt=prompt, sparsity=share, masks="learned")
+            for prompt, share in zip((1024, 4096), shares, strict=True)
+        ]
+        write_profile(tmp_path, name, of=None, points=points)
+
+    record("one", (0.49, 0.5))
+    (chart,) = throughput_chart("m", read(tmp_path))
+    assert chart.name.endswith("ttft-prompt")
+    assert {series.name: [mark.x for mark in series.marks] for series in chart.series} == {
+        "batch 1, G 64": [1024, 4096]
+    }
+    record("two", (0.24, 0.25))
+    by_share = next(c for c in throughput_chart("m", read(tmp_path)) if c.name.endswith("sparsity"))
+    assert [[mark.x for mark in series.marks] for series in by_share.series] == [[0.24, 0.49], [0.25, 0.5]]
+
+
 def test_the_page_and_the_page_of_the_profiles_show_the_same(sweep: Path, repository: Path) -> None:
     assert "llama-3.1-8b: speed-up by the share skipped" in html_page(build([sweep]))
     page = renderer(repository)

@@ -96,6 +96,14 @@ def test_the_least_important_column_goes_first_and_the_title_says_so() -> None:
     assert "(1 more column" in " ".join(narrow.split())
 
 
+def test_a_setting_that_tells_rows_apart_outlives_one_that_all_share(repository: Path) -> None:
+    """The table that README.md shows is what a terminal of 80 columns gets, each row another."""
+    made = points(load(find_runs([repository / "reports/smollm2-h200"]).runs).frame)
+    lines = [line.rstrip() for line in printed(summary_table(made), 80)]
+    shown_table = [line for line in lines if line][1:]  # without its title
+    assert "\n".join(["```", *shown_table, "```"]) in (repository / "README.md").read_text(encoding="utf-8")
+
+
 def test_a_column_that_nobody_fills_is_left_out(runs: Path) -> None:
     made = points(load(find_runs([runs / "eval-dense"]).runs).frame)
     keys = [column.key for column in summary_table(made).columns]

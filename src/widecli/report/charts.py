@@ -320,10 +320,11 @@ def throughput_chart(model: str, measured: Sequence[ThroughputPoint]) -> list[Ch
     for phase in ("ttft", "tpot"):
         here = [point for point in measured if point.phase == phase]
         for axis, title in axes:
-            if len({getattr(point, axis) for point in here} - {None}) < 2:
+            shown = [point for point in here if axis != "sparsity" or not _decided_by_one(point, here)]
+            if len({getattr(point, axis) for point in shown} - {None}) < 2:
                 continue
-            curves = [point for curve in share_curves(here) for point in curve] if axis == "sparsity" else []
-            lines = _speed_lines(curves or here, axis, [key for key, _ in axes if key != axis])
+            curves = [point for curve in share_curves(shown) for point in curve] if axis == "sparsity" else []
+            lines = _speed_lines(curves or shown, axis, [key for key, _ in axes if key != axis])
             charts.append(
                 Chart(
                     name=slug(f"throughput {model} {phase} {axis}"),
@@ -343,13 +344,20 @@ def throughput_chart(model: str, measured: Sequence[ThroughputPoint]) -> list[Ch
     return charts
 
 
+def _decided_by_one(point: ThroughputPoint, among: Sequence[ThroughputPoint]) -> bool:
+    """Whether a checkpoint's own decisions set the share, and there is no other checkpoint to compare it with."""
+    return point.masks == "learned" and len({other.run for other in among if other.masks == "learned"}) < 2
+
+
 def _speed_lines(measured: Sequence[ThroughputPoint], axis: str, others: Sequence[str]) -> dict[str, tuple[Mark, ...]]:
     """A line for each setting of the other sizes; one for each run where several measured the same."""
     groups: dict[str, list[ThroughputPoint]] = {}
     kinds = len({point.masks for point in measured})
     for point in measured:
         if getattr(point, axis) is not None:
-            name = ", ".join([*(f"{key} {point.shown(key)}" for key in others), f"G {point.shown('group_size')}"])
+            # what learned masks skip is not set: it differs a little from prompt to prompt
+            sizes = [key for key in others if key != "sparsity" or point.masks != "learned"]
+            name = ", ".join([*(f"{key} {point.shown(key)}" for key in sizes), f"G {point.shown('group_size')}"])
             if kinds > 1:
                 name += f", {point.masks} masks"
             if point.patterns is not None:

@@ -17,9 +17,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from widecli.recipe.schema import Recipe
 from widecli.report.find import StoredRun
 from widecli.report.lineage import began_with, converted, producer_of, producers
 
@@ -41,7 +43,7 @@ _NOT_CONFIGURATION = frozenset(
     {"train.seed", "train.save_every", "train.compile", "train.activation_checkpointing", "train.micro_batch_size"}
     | {"data.validation"}
 )
-_NOT_CONFIGURATION_SECTIONS = ("model", "eval", "track")
+_NOT_CONFIGURATION_SECTIONS = ("model", "eval", "track", "distributed", "sweep")
 # lm-eval results do not depend on these beyond noise, but a reader wants to know that they differ.
 _WORTH_A_NOTE = ("data", "lm_eval", "transformers", "max_length", "scoring")
 _USUAL_WINDOW = 2048
@@ -112,7 +114,7 @@ def _identity(run: StoredRun, producer: StoredRun | None, model: str) -> dict[st
     group_size = number(plan.get("ffn_group_size")) if mode not in ("token", "layer") else None
     settings = {
         key: value
-        for key, value in flat(recipe).items()
+        for key, value in {**(_defaults() if recipe else {}), **flat(recipe)}.items()
         if key not in _NOT_CONFIGURATION and key.split(".")[0] not in _NOT_CONFIGURATION_SECTIONS
     }
     stage = producer.command if producer else "patterns" if converted(run) else "calibrate"
@@ -136,6 +138,12 @@ def _identity(run: StoredRun, producer: StoredRun | None, model: str) -> dict[st
         "seed": number(_section(recipe, "train").get("seed")),
         "configuration": json.dumps(settings, sort_keys=True, default=str),
     }
+
+
+@cache
+def _defaults() -> Mapping[str, Any]:
+    """What a key says that a recipe lacks, because it was stored before the key existed."""
+    return flat(Recipe().model_dump(mode="json"))
 
 
 def _beginning(run: StoredRun, made: Sequence[StoredRun]) -> str | None:

@@ -36,9 +36,9 @@ def summary_table(made: Sequence[Point]) -> Table:
     columns = [
         Column("mode", "mode"),
         Column("sparsity", "S, %", "percent"),
-        Column("group_size", "G", "count"),
-        Column("patterns", "C", "count", 1),
-        Column("steps", "steps", "count", 2),
+        Column("group_size", "G", "count", _weight(p.group_size for p in made)),
+        Column("patterns", "C", "count", _weight(p.patterns for p in made)),
+        Column("steps", "steps", "count", _weight(p.steps for p in made)),
         Column("settings", "settings", importance=1),
         Column("runs", "runs", importance=4),
         Column("seeds", "seeds", "count", 7),
@@ -64,6 +64,11 @@ def summary_table(made: Sequence[Point]) -> Table:
         row_runs=tuple(point.runs for point in made),
     )
     return table.filled()
+
+
+def _weight(values: Iterable[float | None]) -> int:
+    """Importance of a setting's column: it stays where it tells rows apart, and goes early where all say the same."""
+    return 1 if len({value for value in values if value is not None}) > 1 else 3
 
 
 def _perplexities(names: Sequence[str], further: int) -> list[Column]:
