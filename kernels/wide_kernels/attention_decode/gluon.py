@@ -2,8 +2,8 @@
 
 The programs are shared out over the active pairs, as many to each; a program takes an equal run of its pair's keys.
 Keys and values stream through a ring in shared memory that is being filled before anything else is asked for; each warp
-weighs its own keys and never waits for another. Then every program of a pair publishes its part of the result and
-merges a slice of the whole from the parts of all.
+weighs its own keys (the compiler lets warps meet twice a step all the same). Then every program of a pair publishes its
+part of the result and merges a slice of the whole from the parts of all.
 
 A published word is its own flag: its lowest bit is set, so that it is not zero, which costs half a unit in the last
 place of fp32. Whoever reads it puts the zero back. So no fence, no counter and no second launch lies between the last
