@@ -28,6 +28,7 @@ from widecli.report.tables import markdown
 HERE = Path(__file__).parent
 PLAIN, ARTICLES, PATTERNS = "smollm2-h200", "smollm2-h200-articles", "smollm2-h200-patterns"
 SWEEP, SCALING, OUTVOTED = "smollm2-h200-sweep", "scaling", "smollm2-h200-outvoted"
+KERNELS = ("h200", "h200_decode")  # of the README's table, later ones last
 HEAD = """# Measured results
 
 Written by `reports/render.py` from the records in this folder; no figure is typed by hand. Each row names its runs:
@@ -258,8 +259,8 @@ def main() -> None:
     insert(HERE.parent / "README.md", "scaling", render_sweep.scaling(HERE / SCALING))
     write_pages()
     render_kernels.render(HERE / "kernels")
-    record = json.loads((HERE / "kernels" / "h200.json").read_text())
-    insert(HERE.parent / "README.md", "kernels", render_kernels.short(record))
+    records = [json.loads((HERE / "kernels" / f"{name}.json").read_text()) for name in KERNELS]
+    insert(HERE.parent / "README.md", "kernels", render_kernels.short(*records))
     if profiles := render_profile.render(HERE / "profile"):
         insert(HERE.parent / "README.md", "profile", render_profile.short(profiles))
 

@@ -1,4 +1,7 @@
-"""Render the records of `python -m wide_kernels.bench` in reports/kernels as Markdown, one page beside each.
+"""Render the records of kernels in reports/kernels as Markdown, one page beside each.
+
+Most are written by `python -m wide_kernels.bench`; those of schema DECODE_SCHEMA hold what was measured of decode
+attention alone, of which `python -m wide_kernels.benchmarks.read_floor` writes the part `floor`.
 
 `limits.json` beside them, where there is one, holds what limits an operator by the name of its target; `notes.json`
 what else must be known of a record, by its name.
@@ -7,16 +10,24 @@ what else must be known of a record, by its name.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 SCHEMA = "wide_kernels.bench/1"
+DECODE_SCHEMA = "wide_kernels.decode/1"
 HEAD = """# Kernels: {name}
 
 Written by `reports/render.py` from `{name}.json`; no figure is typed by hand. {environment}.
 {checks} Times are medians of CUDA graphs, dense and routed calls in turn, L2 flushed before each call; the speedup is
 over the fastest dense library call. Errors are relative (Frobenius norm) to float64 on sampled rows.
+"""
+
+DECODE_HEAD = """# Kernels: {name}
+
+Written by `reports/render.py` from `{name}.json`; no figure is typed by hand. {environment}.
+Decode attention, {model} shapes, {dtype}. Times are medians of CUDA graphs; `alone`: one call, L2 flushed before it;
+`of N`: one of N calls in a graph, each on a cache of its own, as the layers of a model make them.
 """
 
 
@@ -190,11 +201,113 @@ def sections(
     yield "What ran", launched(records)
 
 
+def environment_of(document: dict[str, Any]) -> str:
+    """What the figures depend on, in words."""
+    known = document["environment"]
+    shown = ("gpu", "driver", "torch", "triton", "cuda", "revision", "date")
+    return ", ".join(f"{key} {known[key]}" for key in shown if known.get(key))
+
+
+def checked(checks: dict[str, Any]) -> str:
+    """Configurations of a kernel that were right before they were timed, and how right."""
+    rows = []
+    for entry in checks["configurations"]:
+        settings = ", ".join(f"{key} {value}" for key, value in entry["settings"].items())
+        counts = [str(entry["cases"]), str(entry["wrong"])]
+        rows.append([entry["configuration"], settings, *counts, f"{entry['largest_error']:.1e}"])
+    said = (
+        f"Each case: an error against float64 below {checks['tolerance']:g}, {checks['calls_compared']} calls and "
+        f"{checks['graph_replays']} replays of a graph that agree bit for bit, zeros where a head is skipped.\n\n"
+    )
+    return said + table(["configuration", "settings", "cases", "wrong", "largest error"], rows)
+
+
+def decode_times(times: list[dict[str, Any]]) -> str:
+    """Forms of the operator by point: microseconds and the speedup over the fastest dense call of the point."""
+    points: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in times:
+        point = tuple(row[key] for key in ("batch", "keys", "executed_pairs", "pairs", "calls"))
+        points.setdefault(point, {})[row["what"]] = row["us"]
+    best = {point: min(us for what, us in by.items() if what.startswith("dense")) for point, by in points.items()}
+    head = [
+        f"{batch} x {keys:,} keys, {executed} of {pairs} heads, {_calls(calls)}"
+        for batch, keys, executed, pairs, calls in points
+    ]
+    rows = []
+    for what in dict.fromkeys(row["what"] for row in times):
+        found = [(by.get(what), best[point]) for point, by in points.items()]
+        rows.append([what, *("" if us is None else f"{us:.2f}, {dense / us:.2f}x" for us, dense in found)])
+    return table(["us, speedup over dense", *head], rows)
+
+
+def _calls(count: int) -> str:
+    return "alone" if count == 1 else f"of {count}"
+
+
+def by_shape(entries: list[dict[str, Any]]) -> str:
+    """Two launches against one by batch and keys."""
+    rows = [
+        [
+            f"{entry['batch']} x {entry['keys']:,}",
+            str(entry["calls"]),
+            f"{entry['triton_us']:.2f}",
+            f"{entry['gluon_us']:.2f}",
+            f"{entry['triton_us'] / entry['gluon_us']:.2f}x",
+        ]
+        for entry in entries
+    ]
+    said = "Every other KV head skipped; calls in a graph, L2 not flushed, so that small caches stay in it.\n\n"
+    return said + table(["batch x keys", "caches", "triton, us", "gluon, us", "triton / gluon"], rows)
+
+
+def floor(found: dict[str, Any]) -> str:
+    """Only reading beside the operator and dense calls, the fastest variant of every `form`."""
+    best: dict[str, dict[str, Any]] = {}
+    for row in sorted(found["rows"], key=lambda row: float(row["us"])):
+        best.setdefault(row.get("form", row["what"]), row)
+    tried = [row.get("form", row["what"]) for row in found["rows"]]
+    dense = min((row for row in best.values() if row["what"].startswith("dense")), key=lambda row: float(row["us"]))
+    rows = []
+    for form, row in best.items():
+        reads = row["what"].startswith("read")
+        cells = []
+        for key in ("us", "us_in_graph"):
+            us = row.get(key)
+            speed = f"{found['bytes'] / us / 1e6:.2f}" if us and reads else ""
+            share = f"{dense[key] / us:.2f}x" if us and "empty" not in row["what"] else ""
+            cells += ["" if us is None else f"{us:.2f}", speed, share]
+        rows.append([row["what"], str(tried.count(form)), *cells])
+    said = (
+        f"One sequence, {found['keys']:,} keys, {found['executed_heads']} of {found['heads']} KV heads: "
+        f"{found['bytes'] / 1e6:.1f} MB. Readers store a few bytes a program and compute nothing but a sum.\n\n"
+    )
+    many = _calls(found["calls"])
+    head = ["", "variants", "us, alone", "TB/s", "dense over it", f"us, {many}", f"TB/s, {many}", "dense over it"]
+    return said + table(head, rows)
+
+
+def decode_page(name: str, document: dict[str, Any], limits: dict[str, str], note: str) -> str:
+    """The whole page of a record of decode attention; whichever of its parts there are."""
+    words = {"environment": environment_of(document), "model": document["model"], "dtype": document["dtype"]}
+    parts = [DECODE_HEAD.format(name=name, **words)]
+    if "made_by" in document:
+        parts.append(f"Made by {document['made_by']}.\n")
+    if note:
+        parts.append(f"{note}\n")
+    known: dict[str, tuple[str, Callable[[Any], str]]] = {
+        "summary": ("Target", lambda entries: targets(entries, limits)),
+        "times": ("Times by configuration", decode_times),
+        "by_shape": ("One launch (Gluon) against two (Triton)", by_shape),
+        "floor": ("Only reading the same bytes", floor),
+        "checks": ("Checks", checked),
+    }
+    parts += [f"## {title}\n\n{text(document[key])}" for key, (title, text) in known.items() if key in document]
+    return "\n".join(parts)
+
+
 def page(name: str, document: dict[str, Any], limits: dict[str, str], note: str) -> str:
     """The whole page of one record."""
-    known, checks = document["environment"], document["checks"]
-    shown = ("gpu", "driver", "torch", "triton", "cuda", "revision", "date")
-    environment = ", ".join(f"{key} {known[key]}" for key in shown if known.get(key))
+    checks, environment = document["checks"], environment_of(document)
     outcome = f"{checks['done']} awkward cases checked before timing, {len(checks['wrong'])} wrong."
     if not checks["done"]:
         outcome = "Awkward cases were checked in a run of their own."
@@ -210,10 +323,14 @@ def page(name: str, document: dict[str, Any], limits: dict[str, str], note: str)
     return "\n".join(parts)
 
 
-def short(document: dict[str, Any]) -> str:
-    """What the project's README shows of a record: the targets, and the speedups by group size."""
+def short(document: dict[str, Any], *later: dict[str, Any]) -> str:
+    """What the project's README shows of a record: the targets, and the speedups by group size.
+
+    What a later record reached of a target takes the place of what the first did.
+    """
+    reached = [entry for each in (document, *later) for entry in each["summary"] if entry["reached"] is not None]
     rows = []
-    for entry in document["summary"]:
+    for entry in {entry["name"]: entry for entry in reached}.values():
         unit = " us" if entry["unit"] == "us" else "x"
         rows.append([entry["name"], f"{entry['reached']:.2f}{unit}", f"{entry['error']:.1e}", entry["backend"]])
     text = table(["operator", "times the fastest dense call", "relative error", "backend"], rows) + "\n"
@@ -236,7 +353,7 @@ def render(folder: Path) -> list[Path]:
     pages = []
     for path in sorted(folder.glob("*.json")):
         document = json.loads(path.read_text())
-        if document.get("schema") == SCHEMA:
+        if written := {SCHEMA: page, DECODE_SCHEMA: decode_page}.get(document.get("schema")):
             pages.append(path.with_suffix(".md"))
-            pages[-1].write_text(page(path.stem, document, limits, notes.get(path.stem, "")))
+            pages[-1].write_text(written(path.stem, document, limits, notes.get(path.stem, "")))
     return pages

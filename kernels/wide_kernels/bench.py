@@ -323,6 +323,17 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     return document
 
 
+def write(document: dict[str, Any], out: Path | None) -> None:
+    """The record as JSON: to a file, all of it or nothing, else to stdout."""
+    text = json.dumps(document, indent=1)
+    if out is None:
+        print(text)
+        return
+    partial = out.with_name(f"{out.name}.partial")
+    partial.write_text(text + "\n", encoding="utf-8")
+    partial.replace(out)
+
+
 def main() -> int:
     """Exit status: 0, 1 when a result was wrong, 2 when this machine or the arguments won't do."""
     arguments = parse()
@@ -334,13 +345,7 @@ def main() -> int:
     except UnsupportedError as error:
         say(str(error))
         return 2
-    text = json.dumps(document, indent=1)
-    if arguments.out is None:
-        print(text)
-    else:
-        partial = arguments.out.with_name(f"{arguments.out.name}.partial")
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(arguments.out)
+    write(document, arguments.out)
     return 1 if document["checks"]["wrong"] else 0  # type: ignore[index]
 
 

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import wide_kernels as wk
+from wide_kernels import dispatch
+from wide_kernels.attention_decode import launch as decode_launch
 
 
 def example(
@@ -158,6 +161,36 @@ def test_heads_come_in_packets_or_do_not() -> None:
     assert not in_packets(torch.zeros(3, 20, 2, 72)[..., :64])
     assert not in_packets(torch.zeros(3, 20, 64, 2).transpose(2, 3))
     assert not in_packets(torch.zeros(3, 20, 2, 128)[..., 4:])
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "kv_heads", "reason"),
+    [
+        (1, 4096, 8, None),
+        (1, 65536, 8, None),
+        (2, 8192, 8, None),
+        (1, 4095, 8, "it does not pay for less than 4096 keys at batch 1, got 4095"),
+        (2, 8191, 8, "it does not pay for less than 8192 keys at batch 2, got 8191"),
+        (3, 65536, 8, "it does not pay for more than 16 pairs of sequence and KV head, got 24"),
+        (1, 65536, 32, "it does not pay for more than 16 pairs of sequence and KV head, got 32"),
+    ],
+)
+def test_auto_decodes_in_one_launch_on_hopper_where_that_was_faster(
+    batch: int, keys: int, kv_heads: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "_capability", lambda index: (9, 0))
+    monkeypatch.setattr(dispatch, "TRITON_VERSION", (3, 6))
+    monkeypatch.setattr(decode_launch, "multiprocessors", lambda device: 132)
+    with FakeTensorMode():  # sizes and strides of a GPU's tensors, no GPU
+        q = torch.empty(batch, 1, 32, 128, dtype=torch.bfloat16, device="cuda:0")
+        k = torch.empty(batch, keys, kv_heads, 128, dtype=torch.bfloat16, device="cuda:0")
+        mask = torch.empty(batch, 8, dtype=torch.bool, device="cuda:0")
+        found = wk.explain("attention_decode", q, k, k, mask)
+        by_name = wk.explain("attention_decode", q, k, k, mask, backend="gluon")
+    assert found.backend == ("gluon" if reason is None else "triton")
+    assert found.refused == ({} if reason is None else {"gluon": reason})
+    assert reason is None or f"not gluon: {reason}" in str(found)
+    assert by_name.backend == "gluon"  # it could run
 
 
 def test_decode_takes_one_token_a_sequence() -> None:

@@ -2,12 +2,17 @@
 
 The programs are shared out over the active pairs, as many to each; a program takes an equal run of its pair's keys.
 Keys and values stream through a ring in shared memory that is being filled before anything else is asked for; each warp
-weighs its own keys and never waits for another. Then every program of a pair publishes its part of the result and
-merges a slice of the whole from the parts of all.
+weighs its own keys (the compiler lets warps meet twice a step all the same). Then every program of a pair publishes its
+part of the result and merges a slice of the whole from the parts of all.
 
 A published word is its own flag: its lowest bit is set, so that it is not zero, which costs half a unit in the last
 place of fp32. Whoever reads it puts the zero back. So no fence, no counter and no second launch lies between the last
-key and the result. The programs of a pair have adjacent numbers, and no more are launched than are resident at once.
+key and the result.
+
+All programs of a pair must be resident at once, else they wait forever; as in `meeting.py`, they have adjacent numbers,
+which a GPU starts in order, and the launcher starts no more programs than the whole GPU holds. A launch beside others
+gets on once they end; one that is given a part of the GPU only, or two that hold a part each, would not. Every stream
+and every captured launch has words of its own (`counters.py`).
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 

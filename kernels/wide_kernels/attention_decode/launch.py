@@ -20,7 +20,12 @@ from wide_kernels.checks import (
 from wide_kernels.dispatch import Problem, choose, multiprocessors
 
 MOST_SHARED = 16  # query heads of a KV head in the one-launch kernel
-PASSED_OVER = {"gluon": "it runs only when asked for by name"}
+# Where one launch was faster than two on an H200 (reports/kernels/h200_decode.md; 8 KV heads of 128, half of them
+# skipped, calls in a CUDA graph), in times of Triton's over its own: one sequence 0.97 at 1k keys, 1.15 at 4k, 1.21 at
+# 8k, 1.13 at 16k, 1.05 at 64k; two 0.84 at 1k, 1.09 at 16k; four 0.97 at 4k, 1.02 at 16k; eight 0.83 at 1k, 0.93 at 4k.
+# The kernel counts pairs, whichever sequence they belong to: 16 are two sequences of those heads.
+FEW_PAIRS = 16
+ENOUGH_KEYS = 4096  # times the batch
 
 
 def attention_decode(
@@ -68,7 +73,18 @@ def attention_decode_problem(
     why = _not_on_hopper(heads // k.shape[2], k, v)
     if why:
         refused["gluon"] = why
-    return Problem(op, q.device, q.dtype, {"head_dim": q.shape[3]}, refused=refused, passed_over=PASSED_OVER)
+    why = _not_worth_one_launch(batch, *k.shape[1:3])
+    passed_over = {"gluon": why} if why else {}
+    return Problem(op, q.device, q.dtype, {"head_dim": q.shape[3]}, refused=refused, passed_over=passed_over)
+
+
+def _not_worth_one_launch(batch: int, keys: int, kv_heads: int) -> str | None:
+    """Why auto leaves out the one-launch kernel, which could run; None where it was measured to be faster."""
+    if batch * kv_heads > FEW_PAIRS:
+        return f"it does not pay for more than {FEW_PAIRS} pairs of sequence and KV head, got {batch * kv_heads}"
+    if keys < ENOUGH_KEYS * batch:
+        return f"it does not pay for less than {ENOUGH_KEYS * batch} keys at batch {batch}, got {keys}"
+    return None
 
 
 def _not_on_hopper(shared: int, k: Tensor, v: Tensor) -> str | None:
