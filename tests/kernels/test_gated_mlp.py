@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -121,8 +122,15 @@ def test_few_rows_do_not_pay_for_transposing_a_weight(
 def test_what_does_not_fit_is_refused_by_name() -> None:
     e = operands(9)
     layout = wk.pattern_layout(e["ids"], e["patterns"], backend="torch")
-    with pytest.raises(wk.UnsupportedError, match="K of weight must be 48, got 32"):
-        wk.gated_mlp(e["x"], e["gate"], e["up"], e["down"][:, :32], layout)
+    mask = layout.mask
+    forms: list[dict[str, Any]] = [
+        {"layout": layout},
+        {"layout": wk.route_layout(mask, backend="torch")},
+        {"mask": mask},
+    ]
+    for form in forms:
+        with pytest.raises(wk.UnsupportedError, match="gated_mlp: D' of w_down must be 48, got 32"):
+            wk.gated_mlp(e["x"], e["gate"], e["up"], e["down"][:, :32], **form)
     with pytest.raises(wk.UnsupportedError, match="N of residual must be 64, got 32"):
         wk.gated_mlp(e["x"], e["gate"], e["up"], e["down"], layout, e["x"])
     with pytest.raises(wk.UnsupportedError, match="needs a Hopper GPU"):
