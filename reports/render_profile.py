@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ PARTS = {
     "o": "O",
     "gate_up": "gate and up",
     "down": "down",
+    "ffn": "gate, up and down in one operator",
     "lm_head": "LM head",
     "statistics": "counting what was skipped",
     "other": "other",
@@ -192,7 +193,7 @@ def breakdowns(records: list[Record]) -> str:
                 continue
             row = [label]
             for step in steps:
-                row += [milliseconds(step["breakdown_ms"].get(part)), milliseconds(step["bound_parts_ms"].get(part))]
+                row += [milliseconds(step["breakdown_ms"].get(part)), milliseconds(_part_bound(step, part))]
             rows.append(row)
         sums = ["**step**"]
         for step in steps:
@@ -203,6 +204,15 @@ def breakdowns(records: list[Record]) -> str:
             f"of the dense step cannot be skipped.\n\n{table(['part, ms', *columns], [*rows, sums])}"
         )
     return "\n".join(texts)
+
+
+def _part_bound(step: Mapping[str, Any], part: str) -> float | None:
+    """Milliseconds of a part by its FLOPs and bytes; of an FFN that runs as one operator, those of its halves."""
+    bounds: Mapping[str, float] = step["bound_parts_ms"]
+    halves = ("gate_up", "down")
+    if "ffn" in step["breakdown_ms"] and part in ("ffn", *halves):
+        return sum(bounds[half] for half in halves) if part == "ffn" else None
+    return bounds.get(part)
 
 
 def resources(records: list[Record]) -> str:

@@ -35,7 +35,10 @@ def _figures(found: Summary | None) -> list[str]:
 
 
 def sweep(folder: Path) -> str:
-    """Groups and whole parts over sparsity, and the second stage; then groups over their size at S = 0.5."""
+    """Groups and whole parts over sparsity, and the groups' second stage; then groups over their size at S = 0.5.
+
+    The other runs of a sweep, a second stage of whole parts or another mode, are in what `wide report` makes of it.
+    """
     wide: dict[tuple[float, int], Summary] = {}
     token: dict[float, Summary] = {}
     adapted: dict[float, Summary] = {}
@@ -47,11 +50,13 @@ def sweep(folder: Path) -> str:
             continue
         # what the run was asked for stands in the recipe of the training behind its checkpoint
         sparsity = _sparsity(folder / Path(found["checkpoint"]).parts[1])
+        mode = found["plan"]["mode"]
         if found["adapter"] or found["merged"]:
-            adapted[sparsity] = found
-        elif found["plan"]["mode"] == "token":
+            if mode == "wide":
+                adapted[sparsity] = found
+        elif mode == "token":
             token[sparsity] = found
-        else:
+        elif mode == "wide":
             key = (sparsity, found["plan"]["ffn_group_size"])
             wide[key] = min(found, wide.get(key, found), key=lambda f: f["protocol"]["limit"] or 0)  # all items first
     shares = sorted({s for s, g in wide if g == GROUP_SIZE} | token.keys())

@@ -37,10 +37,11 @@ def test_every_family(family: str, routed: bool) -> None:
     assert_every_way_agrees(make_pair(family, routed=routed, **CHANGES.get(family, {})), random_ids(2, 13))
 
 
+@pytest.mark.parametrize("tap", ["residual", "normalised"])
 @pytest.mark.parametrize(("group", "always"), [(2, 2), (1, 4), (4, 1), (8, 0)])
-def test_keys_and_values_of_one_row_come_with_its_queries(group: int, always: int) -> None:
+def test_keys_and_values_of_one_row_come_with_its_queries(group: int, always: int, tap: str) -> None:
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "attention_bias": True}
-    pair = make_pair(routed=True, plan={"attention_group_size": group}, **sizes)
+    pair = make_pair(routed=True, plan={"attention_group_size": group, "tap": tap}, **sizes)
     decision = pair.engine.layers[0].attention
     assert decision is not None and decision.always == always
     assert_every_way_agrees(pair, random_ids(1, 13))

@@ -17,6 +17,7 @@ from widecli.engine import cache, layer
 from widecli.engine.model import InferenceModel
 from widecli.engine.ranges import RANGES, named_ranges
 from widecli.engine.routing import RandomMasks
+from widecli.engine.session import PREFILL_CHUNK_TOKENS, prefill_chunks
 from widecli.errors import UsageError
 from widecli.model import checkpoint
 from widecli.model.backbone import load_backbone
@@ -67,6 +68,29 @@ def test_weights_of_groups_that_nobody_runs_are_not_used() -> None:
     poisoned = session.prefill(ids), session.decode(ids[:, 0])
     for found, expected in zip(poisoned, clean, strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "chunk", "expected"),
+    [
+        (2, 9, 4, [(0, 4), (4, 4), (8, 1)]),
+        (2, 8, 4, [(0, 4), (4, 4)]),
+        (2, 3, 4, [(0, 3)]),
+        (1, PREFILL_CHUNK_TOKENS, None, [(0, PREFILL_CHUNK_TOKENS)]),
+        (4, 5000, None, [(0, 4096), (4096, 904)]),
+        (PREFILL_CHUNK_TOKENS + 1, 2, None, [(0, 1), (1, 1)]),  # more sequences than a chunk has tokens
+    ],
+)
+def test_chunks_of_a_prefill_cover_every_token_once(
+    batch: int, tokens: int, chunk: int | None, expected: list[tuple[int, int]]
+) -> None:
+    assert prefill_chunks(batch, tokens, chunk) == expected
+
+
+@pytest.mark.parametrize("chunk", [0, -3])
+def test_a_chunk_of_no_tokens_is_refused(chunk: int) -> None:
+    with pytest.raises(UsageError, match=f"a chunk must have at least 1 token, got {chunk}"):
+        make_pair(routed=False).engine.session(1, 8).prefill(random_ids(1, 4), chunk=chunk)
 
 
 @pytest.mark.parametrize("plan", [{}, {"mode": "patterns", "patterns": PatternPlan(3, 1, "ffn")}])

@@ -137,7 +137,9 @@ def pattern_kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, A
     p = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
     shared: dict[str, Any] = {"BM": TILE_ROWS, "HALF": HALF_ROWS, "PRECISION": "ieee" if p == "*fp32" else "tf32"}
     layout = "*i32 *u8 *i32 *i32 *i32 *i32"
-    found: dict[str, tuple[Any, str, dict[str, Any]]] = {}
+    found: dict[str, tuple[Any, str, dict[str, Any]]] = {
+        "transpose": (packing.transpose_kernel, f"{p} {p} i32 i32 i32", {"BLOCK": 64})
+    }
     for gated in (False, True):
         values = shared | {"N": F, "K": D, "G": 16, "HAS_BIAS": not gated, "GATED": gated, "ACTIVATION": "silu"}
         found[f"tile_patterns_mn gated={gated}"] = (
@@ -223,6 +225,7 @@ def sorting_kernels() -> dict[str, tuple[Any, str, dict[str, Any]]]:
         "pattern_count": (pattern_sorting.count_kernel, "*i32 *i32 i32", counted),
         "pattern_place": (pattern_sorting.place_kernel, "*i32 *u8 " + "*i32 " * 7 + "i32 i32 i32", patterns),
         "pattern_class": (pattern_classes.class_kernel, "*i32 *i32 *i32", {"N_G": 896, "N_G_PADDED": 1024}),
+        "pattern_rank": (pattern_classes.rank_kernel, "*i32 *i32 i32", {"BLOCK": 128}),
         "sort_count": (sorting.count_kernel, "*u8 *i32 i32 i32", sort),
         "sort_place": (
             sorting.place_kernel,

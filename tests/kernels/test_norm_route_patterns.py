@@ -94,6 +94,19 @@ def test_pieces_in_bf16_are_the_whole_weight() -> None:
     assert torch.equal(pieces.double().sum(0), weight.double())
 
 
+def test_pieces_in_fp16_miss_the_weight_by_less_than_its_smallest_number() -> None:
+    weight = torch.randn(7, 30, generator=torch.Generator().manual_seed(2)) * torch.logspace(-6, 3, 30)
+    pieces = wk.in_pieces(weight, torch.float16)
+    assert float((pieces.double().sum(0) - weight.double()).abs().max()) < 6e-8
+
+
+def test_what_has_no_pieces_is_refused() -> None:
+    with pytest.raises(wk.UnsupportedError, match=r"must be float32 \[r, D\], got torch.float16 \[2, 3\]"):
+        wk.in_pieces(torch.ones(2, 3).half(), torch.float16)
+    with pytest.raises(wk.UnsupportedError, match=r"pieces are bfloat16 or float16, got torch\.float32"):
+        wk.in_pieces(torch.ones(2, 3), torch.float32)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("count", [5, 150])
 def test_of_equal_scores_the_first_is_taken(count: int, backend: str, device: str) -> None:

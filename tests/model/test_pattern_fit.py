@@ -99,6 +99,28 @@ def test_massive_contributions_are_found_and_every_pattern_taken_runs_them(segme
     assert decision.codebook.decide(observed.z)[observed.massive[:, 0], 2].all()
 
 
+def test_padding_is_not_observed_and_tokens_are_counted_on_over_the_batches() -> None:
+    """Three sequences padded on the right and two whole ones are what the five alone are, one behind the other."""
+    routed = tiny_routed(mode="patterns", patterns=PatternPlan(2, 1, "ffn"))
+    decision = routed.decisions[1, "ffn"]
+    _, down = routed.part_modules(routed.decoder_layers()[1], "ffn")
+    width = down.weight.shape[1] // decision.router.groups
+    with torch.no_grad():
+        down.weight[:, 2 * width : 3 * width] *= 1e4
+    prompts = [random_ids(1, length, seed=length) for length in (20, 9, 14, 12)]
+    prompts.append(random_ids(1, 12, seed=99))
+    lengths = torch.tensor([prompt.shape[1] for prompt in prompts[:3]])
+    ragged = torch.cat([torch.nn.functional.pad(prompt, (0, 20 - prompt.shape[1]), value=7) for prompt in prompts[:3]])
+    together = [(ragged, torch.arange(20) < lengths[:, None]), (torch.cat(prompts[3:]), None)]
+    with routed.bits():
+        found = observe(routed, together)[decision]
+        expected = observe(routed, [(prompt, None) for prompt in prompts])[decision]
+    torch.testing.assert_close(found.z, expected.z, rtol=1e-4, atol=1e-4)
+    assert len(found.z) == 20 + 9 + 14 + 12 + 12
+    assert torch.equal(found.massive, expected.massive)
+    assert {int(token) // 43 for token in found.massive[:, 0]} == {0, 1}, "both batches have massive tokens"
+
+
 def test_more_patterns_than_tokens_are_refused() -> None:
     with pytest.raises(UsageError, match="9 patterns cannot be found in 8 tokens"):
         lloyd(torch.randn(8, 6), 9, generator(0))

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from wide_kernels.checks import shape_of, strided
+from wide_kernels.checks import same_size, shape_of, strided
 from wide_kernels.dispatch import Problem, choose
 from wide_kernels.gated_mlp.reference import gated_mlp_gradients, gated_mlp_reference
 from wide_kernels.gemm_k.launch import gemm_k, gemm_k_problem
@@ -33,12 +33,13 @@ def gated_mlp(
     x [T, D], w_gate and w_up [D', D], w_down [N, D'], residual [T, N] -> [T, N]; `layout`, `mask` and `activation` as
     in `gated_mlp_up`. It is `gated_mlp_up` and `gemm_k`, but for many rows that follow patterns on a Hopper GPU: there
     hidden channels that no row of a tile runs cause no memory traffic, and the second product gathers nothing. That
-    form reads channels of w_down, so with groups narrower than 64 it transposes w_down at each call, unless it comes as
-    the transpose of a contiguous [D', N]; elsewhere such a w_down is copied at each call. Differentiable in x, the
-    weights and residual. Raises UnsupportedError.
+    form reads channels of w_down, so where the groups' width is no multiple of 64 it transposes w_down at each call,
+    unless it comes as the transpose of a contiguous [D', N]; elsewhere such a w_down is copied at each call.
+    Differentiable in x, the weights and residual. Raises UnsupportedError.
     """
+    problem = gated_mlp_problem(x, w_gate, w_up, w_down, layout, residual, activation, mask=mask)
     if isinstance(layout, PatternLayout):
-        chosen = choose(gated_mlp_problem(x, w_gate, w_up, w_down, layout, residual, activation, mask=mask), backend)
+        chosen = choose(problem, backend)
         if chosen == "gluon":
             return _on_patterns(x, w_gate, w_up, w_down, layout, residual, activation, chosen)
     h = gated_mlp_up(x, w_gate, w_up, layout, activation, mask=mask, backend=backend)
@@ -59,7 +60,8 @@ def gated_mlp_problem(
     """The facts that decide the backend of `gated_mlp`: those of its two halves together. Raises UnsupportedError."""
     up = gated_mlp_up_problem(x, w_gate, w_up, layout, activation, mask=mask)
     rows, channels = x.shape[0], w_gate.shape[0]
-    shape_of("gated_mlp", "w_down", w_down, "N D'")
+    _, depth = shape_of("gated_mlp", "w_down", w_down, "N D'")
+    same_size("gated_mlp", "D' of w_down", depth, channels)
     hidden = x.new_empty(()).expand(rows, channels)  # its shape is asked for, no value
     down = gemm_k_problem(hidden, w_down, layout, residual, mask=mask)
     uneven = () if w_down.t().is_contiguous() else strided(w_down=w_down)

@@ -39,7 +39,9 @@ def gemm_k(
     operands). auto is bf16 for bfloat16 operands of at least MANY_ROWS rows on a Hopper GPU, else fp32. The order of
     the additions is not fixed, so results may differ in the last bits from run to run; `deterministic=True` fixes it
     bit for bit (and takes fp32). With a PatternLayout each sum is made by one program, in fp32 and a fixed order, and
-    neither argument is needed. Differentiable in h, weight and residual. Raises UnsupportedError.
+    neither argument is needed; on a Hopper GPU groups whose width is no multiple of 64 then cost a transpose of the
+    weight at each call (`gated_mlp` takes one that is transposed already). Differentiable in h, weight and residual.
+    Raises UnsupportedError.
     """
     if not isinstance(layout, PatternLayout):
         accumulate = partial_sums(h, accumulate, deterministic)

@@ -12,8 +12,8 @@ with a loop of its own over the same tiles:
     multiply   twice, 64 of the tile's rows each: wgmma out of the ring, then residual and result of its rows
 
 A step of the weight is PARTS boxes of DEPTH channels, each inside one group. A weight [K, N] has its channels as rows,
-so narrow groups are boxes of few but whole rows of 128 bytes; [N, K] serves groups of at least 64 channels. What only
-one half of the rows runs comes after what both do; the other half does not multiply it.
+so narrow groups are boxes of few but whole rows of 128 bytes; [N, K] serves groups of multiples of 64 channels. What
+only one half of the rows runs comes after what both do; the other half does not multiply it.
 
 `filled[stage]` completes a phase when the announced bytes have landed, `emptied[stage]` after one arrival of each
 multiplying partition. Tiles come longest first and are dealt to and fro, so all programs have about the same work and
@@ -229,7 +229,7 @@ def packed_config(rows: int, columns: int, width: int, dtype: torch.dtype) -> di
 def project_packed(packed: Packed, weight: Tensor, layout: PatternLayout, residual: Tensor | None) -> Tensor:
     """The projection of packed rows by weight [N, K], which may be the transpose of a contiguous [K, N]: -> [T, N].
 
-    Groups of less than CHANNEL_STEP channels need the latter; another weight is transposed for the call.
+    Groups of no multiple of CHANNEL_STEP channels need the latter; another weight is transposed for the call.
     """
     rows, columns, width = layout.rows, weight.shape[0], weight.shape[1] // layout.groups
     out = packed.rows.new_empty(rows, columns)

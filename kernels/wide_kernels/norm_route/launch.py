@@ -29,8 +29,8 @@ def norm_route(
     """RMSNorm and the router in one pass over the residual stream x [T, D].
 
     norm_weight [D] in the dtype of x; the router w1 [r, D], b1 [r], w2 [2 N_G, r], b2 [2 N_G] is fp32: row 2g of w2
-    gives group g's logit to execute, row 2g + 1 to skip; a tie executes. For a 16-bit x w1 may come in pieces, as
-    `in_pieces(w1, x.dtype)` makes them: that is faster. `tap` says what it reads: "residual", x as it
+    gives group g's logit to execute, row 2g + 1 to skip; a tie executes. For a 16-bit x w1 may come in pieces [3, r,
+    D], as `in_pieces(w1, x.dtype)` makes them: that is faster. `tap` says what the router reads: "residual", x as it
     is, or "normalised", x over its root mean square (eps 1e-6, no weight, unrounded). Returns (normalised x [T, D],
     mask bool [T, N_G]). Decisions are those of fp32 arithmetic: backends may differ where the two logits do so by less
     than 1e-5 of the largest difference there is. For inference: no gradients. Raises UnsupportedError.

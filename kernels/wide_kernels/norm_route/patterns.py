@@ -32,7 +32,9 @@ def norm_route_patterns(
     patterns a segment. `numbers` int32 [S, C] says what each is called: a row gets the number of the one that scores
     best, of equal ones the first. Returns (normalised x [T, D], ids int32 [S, T], None). With `patterns` bool
     [S, P, width], which the numbers index, the last is the decision group by group, bool [T, S width]: what a few rows
-    need, and it costs no launch.
+    need, and it costs no launch. Numbers must then lie in 0..P-1, which nothing checks: that would cost a sync. Choices
+    are those of fp32 arithmetic: backends may differ where two scores do so by less than 1e-5 of the largest. For
+    inference: no gradients. Raises UnsupportedError.
     """
     problem = norm_route_patterns_problem(x, norm_weight, w1, b1, w2, b2, numbers, eps, patterns=patterns, tap=tap)
     chosen = choose(problem, backend)

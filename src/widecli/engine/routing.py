@@ -13,7 +13,6 @@ import wide_kernels as wk
 from wide_kernels import PatternLayout, RouteLayout
 from widecli.engine.patterns import Choice, PatternRouter, first_weight, numbered
 from widecli.engine.weights import Norm
-from widecli.model.gate import argmax_gate, margins
 from widecli.model.patterns import Codebook
 from widecli.model.router import Router
 
@@ -170,13 +169,14 @@ class Decision:
         self.masks = masks
         self._by_pattern = by_pattern
         self._norm = norm
-        self._router = router
+        self._tap = router.tap
         self._patterns = None if codebook is None or codebook.size.complete else PatternRouter(router, codebook, norm)
-        self._fused = self._patterns is None and router.tap == "residual"
-        self._w1 = first_weight(router, norm)
-        self._b1, w2, b2 = (t.detach() for t in (router.down.bias, router.up.weight, router.up.bias))
+        self.always = always if self._patterns is None else 0
+        if self._patterns is not None:
+            return
+        self._first = (first_weight(router, norm), router.down.bias.detach())
+        w2, b2 = router.up.weight.detach(), router.up.bias.detach()
         self._outputs = (w2, b2)
-        self.always = always if self._fused else 0
         certain = b2.new_tensor([1.0, 0.0]).repeat(self.always)  # execute, skip
         self._more_outputs = (F.pad(w2, (0, 0, 0, len(certain))), torch.cat((b2, certain)))
 
@@ -190,11 +190,10 @@ class Decision:
             if self.masks is not None:
                 choice = self.masks.choose(self.index, choice)
             return normalised, choice if self._by_pattern else choice.mask
-        if self._fused:
-            outputs = self._more_outputs if extended else self._outputs
-            normalised, mask = wk.norm_route(x, self._norm.weight, self._w1, self._b1, *outputs, self._norm.eps)
-        else:
-            normalised, mask = normalise(x, self._norm), argmax_gate(margins(self._router(x)))
+        outputs = self._more_outputs if extended else self._outputs
+        normalised, mask = wk.norm_route(
+            x, self._norm.weight, *self._first, *outputs, self._norm.eps, tap=self._tap
+        )  # fmt: skip
         if self.masks is not None:
             mask = self.masks.take(self.index, mask, self.always if extended else 0)
         return normalised, mask

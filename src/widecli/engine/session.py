@@ -27,8 +27,13 @@ PREFILL_CHUNK_TOKENS = 16384  # of all sequences together: bounds the memory of 
 
 
 def prefill_chunks(batch: int, tokens: int, chunk: int | None = None) -> list[tuple[int, int]]:
-    """(begin, tokens) of each sequence in the chunks of a prefill: of `chunk` tokens, by default as many as fit."""
-    step = chunk or max(1, PREFILL_CHUNK_TOKENS // batch)
+    """(begin, tokens) of each sequence in the chunks of a prefill: of `chunk` tokens, by default as many as fit.
+
+    Raises UsageError for a `chunk` without tokens.
+    """
+    step = max(1, PREFILL_CHUNK_TOKENS // batch) if chunk is None else chunk
+    if step < 1:
+        raise UsageError(f"a chunk must have at least 1 token, got {step}")
     return [(begin, min(step, tokens - begin)) for begin in range(0, tokens, step)]
 
 
@@ -86,18 +91,19 @@ class Session:
         """Start over with these prompts: ids [B, T] padded on the right to `lengths` -> logits [B, V] of what follows.
 
         Long prompts go through in chunks of `chunk` tokens a sequence. Raises UsageError for a prompt that the cache
-        cannot hold.
+        cannot hold and for a chunk without tokens.
         """
         batch, tokens = ids.shape
         lengths = [tokens] * batch if lengths is None else list(lengths)
         self._check_prompts(batch, tokens, lengths)
+        chunks = prefill_chunks(batch, max(lengths), chunk)
         ragged = min(lengths) < tokens
         self.cache.lengths.copy_(torch.tensor(lengths))
         self.active.fill_(True)
         self._filled = max(lengths)
         ids = ids.to(self._weights.device)
         last: Tensor | None = None
-        for begin, count in prefill_chunks(batch, max(lengths), chunk):
+        for begin, count in chunks:
             found = self._prefill_chunk(ids[:, begin : begin + count], begin, ragged)
             if ragged and last is not None:
                 ends_here = (self.cache.lengths > begin)[:, None]  # an earlier chunk had the end of the others
