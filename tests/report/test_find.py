@@ -60,6 +60,15 @@ def test_half_written_broken_foreign_and_older_folders_each_get_one_reason(tmp_p
     assert found["thesis"] == "not a run directory"
 
 
+def test_a_link_back_to_where_it_lies_tells_nothing_twice(tmp_path: Path) -> None:
+    write_calibration(tmp_path, "good")
+    (write_calibration(tmp_path, "killed") / "summary.json").unlink()
+    (tmp_path / "loop").symlink_to(tmp_path)
+    found = find_runs([tmp_path])
+    assert [run.label for run in found.runs] == ["calibrate-good"]
+    assert [skipped.path for skipped in found.skipped] == [tmp_path / "calibrate-killed"]
+
+
 def test_an_earlier_report_among_the_runs_is_not_mentioned(tmp_path: Path) -> None:
     write_pair(tmp_path, "x", perplexity=30.0)
     (tmp_path / "report" / "plots").mkdir(parents=True)
