@@ -144,7 +144,7 @@ def print_grid(plan: Plan, document: dict[str, Any]) -> None:
         if job.state is State.FAILED:
             warn(f"{job.name} cannot run: {job.error}")
     time = f"{duration(document['seconds_on_reference'])} on {document['reference']}"
-    note(f"{len(plan.points)} points, {counted(plan.jobs)}")
+    note(f"{len(plan.points)} point{'s' * (len(plan.points) != 1)}, {counted(plan.jobs)}")
     note(f"training still to do takes about {time}; evaluations are not estimated")
     note(f"it would run in {document['run_dir']}")
     if "sbatch" in document:
