@@ -43,8 +43,8 @@ Match = Literal["global", "layer", "none"]
 
 @dataclass(frozen=True)
 class Observed:
-    """What one decision's patterns are fitted to: margins `z` [n, N] of n tokens, and which groups that these run add
-    a massive part to the residual, `massive` int64 [m, 2] of (token, group)."""
+    """What one decision's patterns are fitted to: margins `z` [n, N] of n tokens, and which groups that these tokens run
+    add a massive part to the residual, `massive` int64 [m, 2] of (token, group)."""
 
     z: Tensor
     massive: Tensor
