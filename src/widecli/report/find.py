@@ -143,7 +143,8 @@ def _runs_of_sweep(folder: Path) -> list[Path] | None:
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     if not (path / "summary.json").is_file():
-        raise UnreadableError("not finished (no summary.json)")
+        checkpoint = (path / "wide_config.json").is_file()
+        raise UnreadableError("a checkpoint, not a run" if checkpoint else "not finished (no summary.json)")
     summary = _json(path / "summary.json")
     if summary is None:
         raise UnreadableError("its summary.json cannot be read")
