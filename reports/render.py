@@ -35,8 +35,7 @@ versions, device), the calibration also `metrics.jsonl`. `page/` is the page, an
 reports/smollm2-h200-sweep reports/smollm2-h200-patterns reports/profile reports/kernels reports/scaling` makes of them.
 
 [`smollm2-h200-sweep`](smollm2-h200-sweep/README.md): sparsity 0.1 to 0.7 for groups and for whole parts, G from 16 to
-512, and what LoRA adds: `wide sweep smollm2_sparsity`, `smollm2_groups` and `smollm2_lora`, as `wide report` renders
-them.
+512, and what LoRA adds: `wide sweep smollm2_sparsity`, `smollm2_groups` and `smollm2_lora`, as `wide report` renders them.
 """
 PLAIN_HEAD = """## SmolLM2-135M on one H200: what is kept
 
