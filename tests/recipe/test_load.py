@@ -100,6 +100,7 @@ def test_an_unknown_key_in_a_recipe_names_the_file(tmp_path: Path) -> None:
     [
         ("train.steps=-1", "a whole number of at least 0"),
         ("train.steps=2.5", "a whole number of at least 0"),
+        ("data.sequence_length=1", "a whole number of at least 2"),  # one token has no next one to learn
         ("train.steps=true", "a whole number of at least 0"),
         ("train.steps=", "a whole number of at least 0"),
         ("train.learning_rate=.inf", "a number above 0"),

@@ -17,6 +17,7 @@ import pytest
 from safetensors.torch import load_file
 from whole_commands import BATCH, QUESTIONS, STRONG, Wide, invoke, write_questions, write_recipe
 
+from tiny_models import save_model_folder
 from widecli.model import checkpoint
 from widecli.report.documents import read_document
 
@@ -279,6 +280,20 @@ def test_three_ranks_go_on_and_one_that_is_killed_takes_the_others_down(
     resumed = invoke("calibrate", "tiny.yaml", *LONG, "--run-dir", "on-three", "--resume")
     assert resumed.code == 0, resumed.err
     assert_same_training(place / "long", place / "on-three", STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_a_killed_evaluation_offers_no_resume(tmp_path: Path) -> None:
+    save_model_folder(tmp_path / "model")
+    child = start(tmp_path, "eval", "--model", "model", "--nproc", 2)
+    deadline = time.monotonic() + 60
+    while len(ranks_below(child.pid)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(ranks_below(child.pid)[1], signal.SIGKILL)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 1
+    assert "rank 1 was killed by SIGKILL and the others were stopped" in err and "--resume" not in err, err
 
 
 def test_world_size_alone_is_refused(wide: Wide, tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,14 @@ def test_an_unfinished_run_is_refused_without_resume_and_nothing_is_lost(
     assert checkpoint.resolve("cut").name == "step-000004"
 
 
+def test_ctrl_c_exits_130_and_says_how_to_go_on(wide: Wide, tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        stop_after(patch, 4, signal.SIGINT)
+        ended = wide("calibrate", tiny_recipe, "--run-dir", "cut")
+    assert ended.code == 130 and "cut" in ended.err and "--resume continues" in ended.err
+    assert wide("calibrate", tiny_recipe, "--run-dir", "cut", "--resume").code == 0
+
+
 def test_resume_starts_a_run_that_is_not_there(wide: Wide, tiny_recipe: Path) -> None:
     assert wide("calibrate", tiny_recipe, "--run-dir", "new", "--resume", "--steps", 2).code == 0
 

@@ -112,6 +112,8 @@ def test_every_point_is_calibrated_and_evaluated_and_the_dense_model_once(
     again = wide("sweep", tiny_recipe, *TWO, "--json")
     assert again.code == 0 and len(ran) == 5  # nothing ran
     assert states(again.document) == [{"calibrate": "reused", "eval": "reused"}] * 2
+    looked = wide("sweep", tiny_recipe, *TWO, "--dry-run")
+    assert looked.code == 0 and "2 points, 5 reused" in looked.err and "still to do" not in looked.err
     from_its_directory = wide("sweep", folder, "--json")
     assert from_its_directory.code == 0 and from_its_directory.document["run_dir"] == str(folder) and len(ran) == 5
 

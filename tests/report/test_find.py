@@ -8,6 +8,7 @@ import pytest
 from stored_runs import write_calibration, write_pair
 from widecli.errors import UsageError
 from widecli.report.find import REPORT_DOCUMENT, find_runs
+from widecli.storage import write_text
 
 
 def reasons(folder: Path) -> dict[str, str]:
@@ -46,11 +47,15 @@ def test_half_written_broken_foreign_and_older_folders_each_get_one_reason(tmp_p
     odd.write_text(json.dumps({**json.loads(odd.read_text()), "skip_rate": [1]}))
     (write_calibration(tmp_path, "mangled") / "recipe.yaml").write_text("a: [")
     (tmp_path / "thesis" / "chapter").mkdir(parents=True)
+    for file in ("recipe.yaml", "wide_config.json"):
+        write_text(tmp_path / "exported" / file, "{}")
     assert [run.label for run in find_runs([tmp_path]).runs] == ["calibrate-good"]
     found = reasons(tmp_path)
     assert found.keys() == {f"calibrate-{n}" for n in ("killed", "torn", "older", "lacking", "odd", "mangled")} | {
-        "thesis"
+        "thesis",
+        "exported",
     }
+    assert found["exported"] == "a checkpoint, not a run"
     assert "not finished" in found["calibrate-killed"]
     assert "cannot be read" in found["calibrate-torn"]
     assert "'wide.summary/0'" in found["calibrate-older"] and "'wide.summary/1'" in found["calibrate-older"]
@@ -58,6 +63,15 @@ def test_half_written_broken_foreign_and_older_folders_each_get_one_reason(tmp_p
     assert "skip_rate" in found["calibrate-odd"]
     assert "recipe.yaml" in found["calibrate-mangled"]
     assert found["thesis"] == "not a run directory"
+
+
+def test_a_link_back_to_where_it_lies_tells_nothing_twice(tmp_path: Path) -> None:
+    write_calibration(tmp_path, "good")
+    (write_calibration(tmp_path, "killed") / "summary.json").unlink()
+    (tmp_path / "loop").symlink_to(tmp_path)
+    found = find_runs([tmp_path])
+    assert [run.label for run in found.runs] == ["calibrate-good"]
+    assert [skipped.path for skipped in found.skipped] == [tmp_path / "calibrate-killed"]
 
 
 def test_an_earlier_report_among_the_runs_is_not_mentioned(tmp_path: Path) -> None:

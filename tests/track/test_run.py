@@ -51,6 +51,14 @@ def test_an_existing_run_is_refused_with_exit_code_two_and_left_alone() -> None:
     assert Run.open("runs/calibrate-x").metrics() == [{"step": 1, "loss": 2.0}]
 
 
+def test_resume_is_offered_only_by_commands_that_have_it() -> None:
+    for command, offered in (("calibrate", True), ("inspect", False), ("eval", False)):
+        Run.create(command, "x", recipe_yaml="")
+        with pytest.raises(UsageError, match="unfinished run") as refused:
+            Run.create(command, "x", recipe_yaml="")
+        assert ("--resume" in str(refused.value)) is offered
+
+
 def test_overwrite_replaces_a_run_but_never_a_folder_that_is_none(tmp_path: Path) -> None:
     start().log(1, loss=2.0)
     assert start(overwrite=True).metrics() == []

@@ -148,7 +148,8 @@ def print_expected_time(resolved: ResolvedRecipe, document: dict[str, Any]) -> N
     where = f"{ranks} ranks with {where} each" if ranks > 1 else where
     start = ", the closed-form start" if document["command"] == "calibrate" else ""
     steps = resolved.recipe.train.steps
-    note(f"{steps} steps take about {duration(seconds)} on {where}, plus loading{start} and validation")
+    count = "1 step takes" if steps == 1 else f"{steps} steps take"
+    note(f"{count} about {duration(seconds)} on {where}, plus loading{start} and validation")
 
 
 def _matrix_rate(device: Any, dtype: Any) -> float:

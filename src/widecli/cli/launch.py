@@ -59,6 +59,7 @@ def start_processes(nproc: int) -> NoReturn:
     from torch.distributed.elastic.multiprocessing import start_processes as start
 
     from widecli.profiling.environment import usable_cores
+    from widecli.track.run import CONTINUABLE
 
     if torch.cuda.is_available() and nproc > (there := torch.cuda.device_count()):
         raise UsageError(f"--nproc {nproc} asks for more processes than the {there} GPUs that are visible here")
@@ -100,10 +101,8 @@ def start_processes(nproc: int) -> NoReturn:
     first = min(result.failures.values(), key=lambda failure: failure.timestamp)
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
-        complain(
-            f"rank {first.local_rank} was killed by {name} and the others were stopped; the last checkpoint is intact: "
-            f"--resume continues from it"
-        )
+        saved = "; the last checkpoint is intact: --resume continues from it" if sys.argv[1] in CONTINUABLE else ""
+        complain(f"rank {first.local_rank} was killed by {name} and the others were stopped{saved}")
         raise typer.Exit(1)
     raise typer.Exit(first.exitcode)
 

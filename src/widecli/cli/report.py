@@ -53,7 +53,8 @@ def report(runs: Folders = None, formats: Formats = None, out: Out = None, json:
         for name in ("report.html", "report.md"):
             if name in document["files"]:
                 note(f"{name.rsplit('.', 1)[-1]}: {target / name}")
-        note(f"{len(document['files'])} files in {target}")
+        count = len(document["files"])
+        note(f"{count} file{'s' * (count != 1)} in {target}")
         if json:
             emit_json(document)
 

@@ -30,7 +30,7 @@ def run_sweep(recipe: Recipe, plan: Plan, folder: Path, *, jobs_per_gpu: int, of
     write_recipes(folder, recipe, plan)
     with locked(folder, note) as lock:
         executor, found, devices = _executor(recipe, plan, folder, jobs_per_gpu, lock)
-        note(f"{len(plan.points)} points on {devices}: {counted(plan.jobs)}")
+        note(f"{len(plan.points)} point{'s' * (len(plan.points) != 1)} on {devices}: {counted(plan.jobs)}")
         for job in plan.jobs:
             if job.error and not job.needs:
                 warn(f"{job.name} cannot run: {job.error}")
@@ -58,6 +58,7 @@ def run_sweep(recipe: Recipe, plan: Plan, folder: Path, *, jobs_per_gpu: int, of
     if executor.outlives and stop.requested:
         _say_what_stays(folder)
     if stop.interrupted:
+        note("the same command continues the sweep")
         raise KeyboardInterrupt
     if stop.requested:
         raise Preempted("stopped by a signal; the same command continues the sweep")

@@ -143,9 +143,10 @@ def print_grid(plan: Plan, document: dict[str, Any]) -> None:
     for job in plan.jobs:
         if job.state is State.FAILED:
             warn(f"{job.name} cannot run: {job.error}")
-    time = f"{duration(document['seconds_on_reference'])} on {document['reference']}"
-    note(f"{len(plan.points)} points, {counted(plan.jobs)}")
-    note(f"training still to do takes about {time}; evaluations are not estimated")
+    note(f"{len(plan.points)} point{'s' * (len(plan.points) != 1)}, {counted(plan.jobs)}")
+    if seconds := document["seconds_on_reference"]:
+        time = f"{duration(seconds)} on {document['reference']}"
+        note(f"training still to do takes about {time}; evaluations are not estimated")
     note(f"it would run in {document['run_dir']}")
     if "sbatch" in document:
         note(f"each run as a job of Slurm: sbatch {' '.join(document['sbatch'])}")

@@ -57,7 +57,11 @@ def run_stage(
         note(f"{run.path} is finished already")
     else:
         print_expected_time(resolved, expected)
-        summary = tracked(resolved, run, lambda bar: train(run, bar))
+        try:
+            summary = tracked(resolved, run, lambda bar: train(run, bar))
+        except KeyboardInterrupt:
+            note(f"{run.path} holds what was saved until now: --resume continues it")
+            raise
     print_training(summary)
     return summary
 

@@ -41,7 +41,7 @@ class DataSection(Section):
     subset: str | None = Field(None, description="configuration name of a Hub data set")
     split: str = Field("train", description="split of a Hub data set")
     text_field: str = Field("text", description="field that holds the text")
-    sequence_length: PositiveInt = Field(1024, description="tokens in one training sequence")
+    sequence_length: Annotated[int, Field(ge=2)] = Field(1024, description="tokens in one training sequence")
     packing: Literal["concat", "sample"] = Field(
         "concat", description="concat = documents joined and cut; sample = one document a sequence, padded"
     )

@@ -65,6 +65,7 @@ def find_runs(folders: Iterable[str | Path]) -> Found:
     read: dict[Path, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
     documents: dict[Path, dict[str, Any]] = {}
     skipped: dict[Path, str] = {}
+    told: set[Path] = set()  # what is skipped, wherever links lead to it
     named = [Path(folder) for folder in folders]
     for folder in named:
         if folder.is_file() and document_schema(folder) is None:
@@ -74,8 +75,8 @@ def find_runs(folders: Iterable[str | Path]) -> Found:
         if not folder.exists():
             raise UsageError(f"{folder} is not a folder: name run directories, or a folder that holds some.")
         for path, reason in [(folder, None)] if folder.is_file() else _candidates(folder, _DEEPEST):
-            if path.resolve() in read or path.resolve() in documents:
-                continue  # named twice, or below another folder named
+            if path.resolve() in read or path.resolve() in documents or path.resolve() in told:
+                continue  # named twice, below another folder named, or reached by a link
             if reason is None:
                 try:
                     if path.is_file():
@@ -86,6 +87,7 @@ def find_runs(folders: Iterable[str | Path]) -> Found:
                 except UnreadableError as error:
                     reason = str(error)
             skipped[path] = reason
+            told.add(path.resolve())
     if not read and not documents:
         why = "".join(f"; {path}: {reason}" for path, reason in list(skipped.items())[:3])
         more = f" (and {len(skipped) - 3} more)" if len(skipped) > 3 else ""
@@ -112,7 +114,12 @@ def _candidates(folder: Path, depth: int) -> Iterator[tuple[Path, str | None]]:
         return
     if (folder / REPORT_DOCUMENT).is_file():
         return
-    inner = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    here = folder.resolve()
+    inner = sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_dir() and not path.name.startswith(".") and not here.is_relative_to(path.resolve())  # a link back
+    )
     below: list[tuple[Path, str | None]] = [
         (path, None) for path in sorted(folder.glob("*.json")) if path.is_file() and document_schema(path)
     ]
@@ -136,7 +143,8 @@ def _runs_of_sweep(folder: Path) -> list[Path] | None:
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     if not (path / "summary.json").is_file():
-        raise UnreadableError("not finished (no summary.json)")
+        checkpoint = (path / "wide_config.json").is_file()
+        raise UnreadableError("a checkpoint, not a run" if checkpoint else "not finished (no summary.json)")
     summary = _json(path / "summary.json")
     if summary is None:
         raise UnreadableError("its summary.json cannot be read")

@@ -128,7 +128,7 @@ def expand(
     points: dict[str, Point] = {}
     for combination in itertools.product(*axes.values()):
         values = dict(zip(axes, combination, strict=True))
-        if values.get("routing.mode", mode) != "wide":
+        if values.get("routing.mode", mode) in ("token", "layer"):
             values = {key: value for key, value in values.items() if key not in _GROUP_SIZES}
         point = _point(recipe, overrides, flags, values)
         identity = point.resolved.recipe.model_dump_json(exclude={"track", "sweep"})

@@ -19,6 +19,8 @@ from widecli.storage import plain, unwritable, write_json, write_text
 from widecli.track.summary import completed
 
 RUNS = Path("runs")
+CONTINUABLE = ("calibrate", "lora")
+"""Commands with checkpoints on the way, which take `--resume`."""
 _LONGEST_LINE_BYTES = 1 << 20
 # What may differ when a run continues: none of it changes the batches, the noise or the learning rates.
 _FREE_ON_RESUME = ("track.", "eval.", "distributed.", "train.save_every")
@@ -88,7 +90,8 @@ class Run:
         elif occupied and overwrite:
             _remove(path)
         elif occupied:
-            state = "holds a finished run" if run.is_finished else "holds an unfinished run (--resume continues it)"
+            how = " (--resume continues it)" if command in CONTINUABLE else ""
+            state = "holds a finished run" if run.is_finished else f"holds an unfinished run{how}"
             raise UsageError(f"{path} {state}; --overwrite replaces it, --run-dir names another directory.")
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
