@@ -53,10 +53,22 @@ def test_an_existing_run_is_refused_with_exit_code_two_and_left_alone() -> None:
 
 def test_resume_is_offered_only_by_commands_that_have_it() -> None:
     for command, offered in (("calibrate", True), ("inspect", False), ("eval", False)):
-        Run.create(command, "x", recipe_yaml="")
+        Run.create(command, "x", recipe_yaml="").log(1, loss=2.0)
         with pytest.raises(UsageError, match="unfinished run") as refused:
             Run.create(command, "x", recipe_yaml="")
         assert ("--resume" in str(refused.value)) is offered
+
+
+def test_a_run_that_failed_before_it_had_anything_is_begun_anew_where_nothing_could_be_continued() -> None:
+    Run.create("eval", "x", recipe_yaml="a: 1\n").write_environment()
+    run = Run.create("eval", "x", recipe_yaml="b: 2\n")
+    assert (run.path / "recipe.yaml").read_text() == "b: 2\n"
+    (run.path / "lm_eval_dense.json").write_text("{}")
+    with pytest.raises(UsageError, match="unfinished run; --overwrite"):
+        Run.create("eval", "x", recipe_yaml="b: 2\n")
+    start()
+    with pytest.raises(UsageError, match=r"unfinished run \(--resume"):
+        start()
 
 
 def test_overwrite_replaces_a_run_but_never_a_folder_that_is_none(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ class Run:
             raise UsageError(f"{path} is not empty and not a run directory; name another one with --run-dir.")
         if occupied and resume:
             _refuse_other_recipe(path, recipe_yaml)
-        elif occupied and overwrite:
+        elif occupied and (overwrite or run.holds_nothing):
             _remove(path)
         elif occupied:
             how = " (--resume continues it)" if command in CONTINUABLE else ""
@@ -99,6 +99,13 @@ class Run:
             raise unwritable(path, error) from error
         write_text(path / "recipe.yaml", recipe_yaml)
         return run
+
+    @property
+    def holds_nothing(self) -> bool:
+        """It ended before it had anything to lose, and its command measures all of it or nothing."""
+        if self.command in CONTINUABLE or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir())):
+            return False
+        return {p.name for p in self.path.iterdir()} <= {"recipe.yaml", "environment.json", "checkpoints"}
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
