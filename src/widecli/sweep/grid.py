@@ -21,6 +21,7 @@ from widecli.recipe.schema import Recipe
 STAGES = ("calibrate", "lora", "eval", "profile")
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"\s*({_NUMBER}):({_NUMBER}):({_NUMBER})\s*")
+_RANGE_WITHOUT_STEP = re.compile(rf"\s*{_NUMBER}:{_NUMBER}\s*")
 _MOST_VALUES = 1000
 # What a calibration does not read: with these left out, points that differ in them alone share one calibration, and it
 # has the name that `wide calibrate` gives it.
@@ -52,6 +53,8 @@ def parse_values(text: str) -> list[Any]:
     for piece in pieces:
         if not piece:
             raise UsageError(f"{text!r} has an empty value: write 0.25,0.5 or start:stop:step")
+        if _RANGE_WITHOUT_STEP.fullmatch(piece):
+            raise UsageError(f"{piece!r} lacks its step: write start:stop:step")
         if match := _RANGE.fullmatch(piece):
             values.extend(_range(piece, *match.groups()))
             continue
