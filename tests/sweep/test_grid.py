@@ -37,8 +37,15 @@ def test_a_range_holds_every_step_and_both_ends(start: int, step: int, steps: in
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [("", "empty"), ("1,,2", "empty"), ("1:2:0", "no values"), ("1:0:1", "no values"), ("0:9:1e-9", "larger")]
-    + [("16:64", "lacks its step"), ("0.1, 0.2:0.4", "lacks its step")],
+    [
+        ("", "empty"),
+        ("1,,2", "empty"),
+        ("1:2:0", "no values"),
+        ("1:0:1", "no values"),
+        ("0:9:1e-9", "larger"),
+        ("16:64", "lacks its step"),
+        ("0.1, 0.2:0.4", "lacks its step"),
+    ],
 )
 def test_values_that_are_none_are_refused(text: str, word: str) -> None:
     with pytest.raises(UsageError, match=word):
