@@ -27,8 +27,9 @@ CHECK_TEXT = (
     "it would hold, so the children were sent home, and two men counted the planks."
 )
 # Merging rounds each weight once, by 2^-24, 2^-11 or 2^-9 of it. What that explains: the difference of a logit, in
-# standard deviations of the logits, while no decision changes; and the share of decisions that were so close to a tie.
-TOLERANCE = {torch.float32: (1e-3, 1e-3), torch.float16: (0.05, 0.005), torch.bfloat16: (0.25, 0.02)}
+# standard deviations of the logits, with every group executed or while no decision changes; and the share of decisions
+# that were so close to a tie. One decision that changes may move a logit by any amount. (0.28 was seen in bf16.)
+TOLERANCE = {torch.float32: (1e-3, 1e-3), torch.float16: (0.05, 0.005), torch.bfloat16: (0.5, 0.02)}
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class MergeCheck:
     tokens: int
     dtype: str
     largest_difference: float  # of a logit, in standard deviations of the logits
+    largest_dense_difference: float  # the same with every group executed
     same_top_word: float  # share of the positions
     changed_decisions: int
     decisions: int
@@ -89,35 +91,51 @@ def export_merged(
 
 
 def _refuse_difference(check: MergeCheck, difference: float, changed: float) -> None:
-    same_decisions = check.changed_decisions == 0
-    if check.changed_decisions > changed * check.decisions or (
-        same_decisions and check.largest_difference > difference
-    ):
+    differs = check.largest_dense_difference
+    if check.changed_decisions == 0:
+        differs = max(differs, check.largest_difference)
+    if check.changed_decisions > changed * check.decisions or differs > difference:
         raise WideError(
-            f"the merged model computes something else: a logit differs by {check.largest_difference:.2g} standard "
-            f"deviations and {check.changed_decisions} of {check.decisions} decisions differ, more than rounding to "
-            f"{check.dtype} explains; nothing was written"
+            f"the merged model computes something else: a logit differs by {differs:.2g} standard deviations and "
+            f"{check.changed_decisions} of {check.decisions} decisions differ, more than rounding to {check.dtype} "
+            f"explains; nothing was written"
         )
 
 
+@dataclass(frozen=True)
+class _Prediction:
+    """Logits [1, T, V] routed and with every group executed, and the masks of the routed pass."""
+
+    logits: Tensor
+    dense: Tensor
+    masks: dict[Any, list[Tensor]]
+
+
 @torch.no_grad()
-def _predict(routed: RoutedModel, ids: Tensor) -> tuple[Tensor, dict[Any, list[Tensor]]]:
+def _predict(routed: RoutedModel, ids: Tensor) -> _Prediction:
     with routed.tracing(keep_masks=True) as trace:
         logits = routed.backbone(input_ids=ids, use_cache=False).logits
     assert trace.masks is not None
-    return logits.float(), dict(trace.masks)
+    with routed.dense():
+        dense = routed.backbone(input_ids=ids, use_cache=False).logits
+    return _Prediction(logits.float(), dense.float(), dict(trace.masks))
 
 
-def _compare(
-    before: tuple[Tensor, dict[Any, list[Tensor]]], after: tuple[Tensor, dict[Any, list[Tensor]]], dtype: torch.dtype
-) -> MergeCheck:
-    (unmerged, masks), (merged, new_masks) = before, after
-    pairs = [(old, new) for key in masks for old, new in zip(masks[key], new_masks[key], strict=True)]
+def _compare(unmerged: _Prediction, merged: _Prediction, dtype: torch.dtype) -> MergeCheck:
+    pairs = [
+        (old, new) for key in unmerged.masks for old, new in zip(unmerged.masks[key], merged.masks[key], strict=True)
+    ]
     return MergeCheck(
-        tokens=unmerged.shape[1],
+        tokens=unmerged.logits.shape[1],
         dtype=str(dtype).removeprefix("torch."),
-        largest_difference=float((merged - unmerged).abs().max() / unmerged.std()),
-        same_top_word=float((merged.argmax(-1) == unmerged.argmax(-1)).float().mean()),
+        largest_difference=_largest_difference(unmerged.logits, merged.logits),
+        largest_dense_difference=_largest_difference(unmerged.dense, merged.dense),
+        same_top_word=float((merged.logits.argmax(-1) == unmerged.logits.argmax(-1)).float().mean()),
         changed_decisions=sum(int((old != new).sum()) for old, new in pairs),
         decisions=sum(old.numel() for old, _ in pairs),
     )
+
+
+def _largest_difference(before: Tensor, after: Tensor) -> float:
+    """In standard deviations of `before`."""
+    return float((after - before).abs().max() / before.std())
