@@ -265,11 +265,16 @@ def page(records: list[Record], notes: dict[str, str]) -> str:
 def short(records: list[Record]) -> str:
     """What the project's README shows: dense, routed at about half skipped, nothing skipped, transformers.
 
-    Of random masks those of one width, of learned ones single sequences; of points measured again the latest.
+    Of random masks those of one width where that was measured, of learned ones single sequences; of points measured
+    again the latest.
     """
     found: dict[tuple[Any, ...], dict[str, Any]] = defaultdict(dict)
+    among_several = {r.summary["model"] for r in records for p in r.points if p["group_size"] == _README_GROUP_SIZE}
     for record, point in _everything(sorted(records, key=lambda record: str(record.environment["date"]))):
-        if point["batch"] > 1 if point["masks"] == "learned" else point["group_size"] != _README_GROUP_SIZE:
+        if point["masks"] == "learned":
+            if point["batch"] > 1:
+                continue
+        elif record.summary["model"] in among_several and point["group_size"] != _README_GROUP_SIZE:
             continue
         key = (record.summary["model"], point["phase"], point["batch"], point["prompt"], groups_of(point))
         if point["sparsity"] == 0:
