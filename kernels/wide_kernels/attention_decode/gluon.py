@@ -31,6 +31,7 @@ from wide_kernels.attention_decode.launch import in_packets
 from wide_kernels.attention_decode.triton import LOG2_E
 from wide_kernels.counters import counters
 from wide_kernels.dispatch import on_device_of
+from wide_kernels.gluon_names import cp_async
 
 BM = gl.constexpr(16)  # rows of an mma tile: the query heads that share a KV head, the rest padding
 EVEN = gl.constexpr(16)  # runs begin at multiples of this many keys
@@ -121,8 +122,8 @@ def fetch(
     slot = turn % STAGES
     k_tile = k_base + at.to(gl.int64) * STEP_K
     v_tile = v_base + at.to(gl.int64) * STEP_V
-    async_copy.async_copy_global_to_shared(k_slots.index(slot), k_tile + (key * STEP_K + depth), mask=known)
-    async_copy.async_copy_global_to_shared(v_slots.index(slot), v_tile + (key * STEP_V + depth), mask=known)
+    cp_async(k_slots.index(slot), k_tile + (key * STEP_K + depth), mask=known)
+    cp_async(v_slots.index(slot), v_tile + (key * STEP_V + depth), mask=known)
 
 
 @gluon.jit
@@ -266,7 +267,7 @@ def exchange_kernel(
         if turn < steps:
             fetch(k_base, v_base, first, end, turn, k_slots, v_slots, STEP_K, STEP_V, LOAD, KEYS, D, STAGES)
         if turn == 0:
-            async_copy.async_copy_global_to_shared(q_tile, q_rows, mask=row < SHARED)
+            cp_async(q_tile, q_rows, mask=row < SHARED)
         async_copy.commit_group()
     if PDL:
         gdc_launch_dependents()

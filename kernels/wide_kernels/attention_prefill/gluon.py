@@ -17,7 +17,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -27,8 +26,8 @@ from wide_kernels.attention_prefill.configs import hopper_config
 from wide_kernels.attention_prefill.launch import rows_of_keys
 from wide_kernels.attention_prefill.triton import LOG2_E, sequence_bounds
 from wide_kernels.dispatch import on_device_of
+from wide_kernels.gluon_names import tma_load
 
-fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed after 3.6
 BM = gl.constexpr(128)  # rows of a tile: two warpgroups' wgmma
 # Of the registers that 168 a thread make for three warpgroups, the consumers get 240 each and the producer the rest.
 REGISTERS = 168
@@ -177,12 +176,12 @@ def produce(
             slot = turn % STAGES
             mbarrier.wait(k_empty.index(slot), turn // STAGES & 1 ^ 1)
             mbarrier.expect(k_full.index(slot), k_blocks.block_type.nbytes)
-            fetch(k_blocks, [row, column], k_full.index(slot), k_buffers.index(slot))
+            tma_load(k_blocks, [row, column], k_full.index(slot), k_buffers.index(slot))
         if turn > 0:
             slot = (turn - 1) % STAGES
             mbarrier.wait(v_empty.index(slot), (turn - 1) // STAGES & 1 ^ 1)
             mbarrier.expect(v_full.index(slot), v_blocks.block_type.nbytes)
-            fetch(v_blocks, [row + BN, column], v_full.index(slot), v_buffers.index(slot))
+            tma_load(v_blocks, [row + BN, column], v_full.index(slot), v_buffers.index(slot))
 
 
 @gluon.jit(do_not_specialize=["rows", "tokens", "keys", "batch"])

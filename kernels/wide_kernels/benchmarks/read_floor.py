@@ -68,7 +68,7 @@ def read_kernel(
             row = tile // 2 % blocks * BN
             place = ((heads >> (4 * (tile // 2 // blocks))) & 15).to(tl.int32)
             source = tl.where(tile % 2 == 0, k, v) + row * (H_K * WORDS) + place * WORDS
-            total += tl.load(source + key * (H_K * WORDS) + word, mask=tile < stop, other=0)
+            total += tl.load(source + key * (H_K * WORDS) + word, mask=key < tl.where(tile < stop, BN, 0), other=0)
     tl.store(out + program, tl.sum(tl.sum(total.to(tl.int64), 1), 0))  # right modulo 2^32
 
 

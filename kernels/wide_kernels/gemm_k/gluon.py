@@ -29,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -40,16 +39,13 @@ from wide_kernels.dispatch import multiprocessors, on_device_of
 from wide_kernels.gemm_k.configs import CHANNEL_STEP, hopper_config, slab_columns, tile_order
 from wide_kernels.gemm_k.segments import TILE_ROWS
 from wide_kernels.gemm_k.sorting import sort_patterns
+from wide_kernels.gluon_names import cp_async, tma_load
 
 HALF = gl.constexpr(TILE_ROWS // 2)  # rows of one warpgroup
 DEPTH = gl.constexpr(CHANNEL_STEP)
 BYTES = gl.constexpr(2)  # of a bfloat16
 LOAD_WARPS = gl.constexpr(2)
 SCATTER_WARPS = gl.constexpr(2)  # with the loading ones a warpgroup, which shares one number of registers
-
-# Renamed in later releases of Triton.
-gather_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -105,9 +101,9 @@ def load_partition(
                 k = first + part * DEPTH
                 mbarrier.wait(emptied.index(stage), (step // STAGES & 1) ^ 1)
                 mbarrier.expect(filled.index(stage), BN * DEPTH * BYTES)
-                load_tile(weight, [column_tile * BN, k], filled.index(stage), weight_ring.index(stage))
-                gather_rows(ring.index(2 * stage), h0 + k, mask=runs0[:, None])
-                gather_rows(ring.index(2 * stage + 1), h1 + k, mask=runs1[:, None])
+                tma_load(weight, [column_tile * BN, k], filled.index(stage), weight_ring.index(stage))
+                cp_async(ring.index(2 * stage), h0 + k, mask=runs0[:, None])
+                cp_async(ring.index(2 * stage + 1), h1 + k, mask=runs1[:, None])
                 async_copy.mbarrier_arrive(filled.index(stage), increment_count=False)
                 step += 1
 

@@ -39,9 +39,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from wide_kernels.dispatch import multiprocessors, on_device_of
 from wide_kernels.gemm_k.configs import CHANNEL_STEP
-from wide_kernels.gemm_k.gluon import load_tile, tile_at
+from wide_kernels.gemm_k.gluon import tile_at
 from wide_kernels.gemm_k.packing import Packed, pack_rows, transposed
 from wide_kernels.gemm_mn.gluon import SHARED, _addressable, storing_layout
+from wide_kernels.gluon_names import tma_load
 from wide_kernels.pattern_classes import classed_lists, ranked_tiles
 from wide_kernels.pattern_layout import HALF_ROWS, TILE_ROWS, PatternLayout
 from wide_kernels.tuning.lookup import tuned
@@ -107,14 +108,14 @@ def load(
                     channels += (first_channel(classed, tile, i * PARTS + part, pieces, G, N_G, DEPTH),)
                 mbarrier.wait(emptied.index(stage), (step // STAGES & 1) ^ 1)
                 mbarrier.expect(filled.index(stage), (TILE + BN) * STEP * BYTES)
-                load_tile(packed, [tile * TILE, i * STEP], filled.index(stage), ring.index(stage))
+                tma_load(packed, [tile * TILE, i * STEP], filled.index(stage), ring.index(stage))
                 for part in gl.static_range(PARTS):
                     if BY_CHANNEL:
                         box = weight_ring.index(stage).slice(part * DEPTH, DEPTH)
-                        load_tile(weight, [channels[part], column_tile * BN], filled.index(stage), box)
+                        tma_load(weight, [channels[part], column_tile * BN], filled.index(stage), box)
                     else:
                         box = weight_ring.index(stage)
-                        load_tile(weight, [column_tile * BN, channels[part]], filled.index(stage), box)
+                        tma_load(weight, [column_tile * BN, channels[part]], filled.index(stage), box)
                 step += 1
 
 

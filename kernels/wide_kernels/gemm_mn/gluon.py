@@ -24,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -35,11 +34,8 @@ from wide_kernels.dispatch import multiprocessors, on_device_of
 from wide_kernels.gemm_mn.configs import hopper_config
 from wide_kernels.gemm_mn.tile_list import tile_list
 from wide_kernels.gemm_mn.triton import activated
+from wide_kernels.gluon_names import cp_async, tma_load
 from wide_kernels.layout import route_layout
-
-# Triton 3.6 calls them by longer names than its successors.
-cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 UNIT = gl.constexpr(8)  # elements in 16 bytes: what one cp.async moves and one thread stores
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16))  # rows of 64 elements, 128 bytes, swizzled for TMA and wgmma
