@@ -37,11 +37,10 @@ from wide_kernels.gemm_mn.gluon import (
     _addressable,
     entry,
     storing_layout,
-    tma_load,
 )
 from wide_kernels.gemm_mn.pattern_list import chunk_list
 from wide_kernels.gemm_mn.triton import activated
-from wide_kernels.gluon_names import cp_async
+from wide_kernels.gluon_names import cp_async, tma_load
 from wide_kernels.pattern_classes import classed_lists
 from wide_kernels.pattern_layout import HALF_ROWS, TILE_ROWS, PatternLayout
 from wide_kernels.tuning.lookup import tuned
