@@ -233,7 +233,7 @@ def test_axes_that_name_unknown_keys_and_stages_that_are_not_there_are_refused(
     before = sorted(workplace.iterdir())
     wide("sweep", tiny_recipe, "--set", "trian.steps=1,2").refused_with("trian.steps", "did you mean train.steps")
     wide("sweep", tiny_recipe, "--set", "train.steps").refused_with("--set train.steps", "KEY=VALUES")
-    wide("sweep", tiny_recipe, "--sparsity", "0.1:0.7").refused_with("budget.sparsity")
+    wide("sweep", tiny_recipe, "--sparsity", "0.1:0.7").refused_with("0.1:0.7", "lacks its step")
     wide("sweep", tiny_recipe, "--sparsity", "0.5,2").refused_with("budget.sparsity=2")
     wide("sweep", tiny_recipe, "--stages", "calibrate,evaluate").refused_with("evaluate", "calibrate, lora, eval")
     wide("sweep", tiny_recipe, "--modes", "wide,depth").refused_with("routing.mode=depth")
