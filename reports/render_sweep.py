@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from render_kernels import table
 
-from widecli.model.backbone import load_shape, resolve_dtype
-from widecli.model.plan import RoutingPlan
+from widecli.model.backbone import resolve_dtype
 from widecli.recipe.schema import Recipe
 from widecli.report.find import find_runs
 from widecli.report.scaling import TENTH, ScalingPoint, on_one_card, scaling_points
-from widecli.train.estimate import estimate
-from widecli.train.scaling import LAYOUTS
+from widecli.train.scaling import LAYOUTS, estimated
 
 GIB = 2**30
 GROUP_SIZE = 64
@@ -111,10 +110,5 @@ def _expected(folder: Path, point: ScalingPoint) -> float:
     document = json.loads((folder / Path(point.document).name).read_text())
     recipe = Recipe.model_validate(document["recipe"])
     layout = next(layout for layout in LAYOUTS if layout.name == point.layout)
-    recipe = layout.changed(recipe)
-    shape = load_shape(recipe.model)
-    plan = RoutingPlan.from_section(recipe.routing, shape)
-    import torch
-
     dtype = resolve_dtype(recipe.model.dtype, torch.device("cuda"))
-    return estimate(recipe, shape, plan, value_bytes=dtype.itemsize, ranks=point.cards).memory_bytes
+    return estimated(recipe, layout, dtype, point.cards).memory_bytes

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from widecli.model.backbone import load_shape
 from widecli.model.plan import RoutingPlan
@@ -15,7 +16,7 @@ from widecli.model.shapes import SHAPES
 from widecli.recipe.load import resolve
 from widecli.recipe.schema import Recipe
 from widecli.train.estimate import USABLE, Estimate, efficiency, estimate, fitting_micro_batch, remedies
-from widecli.train.scaling import LAYOUTS
+from widecli.train.scaling import LAYOUTS, estimated
 
 GIB = 2**30
 SHAPE = SHAPES["llama-3.1-8b"]
@@ -107,13 +108,11 @@ def test_the_measured_peaks_and_speeds_of_an_8b_model_on_one_and_two_cards_are_m
     layouts = {layout.name: layout for layout in LAYOUTS}
     assert document["results"]
     for measured in document["results"]:
-        recipe = layouts[measured["layout"]].changed(Recipe.model_validate(document["recipe"]))
-        shape = load_shape(recipe.model)
-        plan = RoutingPlan.from_section(recipe.routing, shape)
-        found = estimate(recipe, shape, plan, value_bytes=2, ranks=measured["ranks"])
+        recipe = Recipe.model_validate(document["recipe"])
+        found = estimated(recipe, layouts[measured["layout"]], torch.bfloat16, measured["ranks"])
         assert found.memory_bytes == pytest.approx(measured["peak_memory_bytes"], rel=0.15), measured["layout"]
         if "offloaded" not in measured["layout"]:  # there the weights' way to the card takes the time
-            seconds = found.seconds(790e12 * efficiency(shape, "cuda", compiled=True))
+            seconds = found.seconds(790e12 * efficiency(load_shape(recipe.model), "cuda", compiled=True))
             assert found.tokens / seconds == pytest.approx(measured["tokens_per_second"], rel=0.15), measured["layout"]
 
 

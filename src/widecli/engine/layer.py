@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -67,7 +68,6 @@ class Layer:
         width = shape.num_attention_heads * shape.head_dim
         self._q = self.weights.qkv.rows(0, width)
         self._kv = self.weights.qkv.rows(width, self.weights.qkv.weight.shape[0])
-        self._finite = bool(self.weights.o.weight.isfinite().all() & self.weights.down.weight.isfinite().all())
         self._whole = _ffn_part(self.weights, 0, shape.intermediate_size)
         width = shape.intermediate_size // segments
         self._parts = [self._whole]
@@ -105,7 +105,8 @@ class Layer:
             q = q.view(step.batch, step.tokens, heads, size)
             o = step.attend(self.index, q, self.scale, route).reshape(len(x), heads * size)
         with within("o"):
-            return _add(x, o, self.weights.o, None if self.projects_whole(len(x)) else route), route
+            whole = route is not None and self.projects_whole(len(x))
+            return _add(x, o, self.weights.o, None if whole else route), route
 
     def _feed_forward(self, x: Tensor, step: Step, attention_route: Route | None) -> Tensor:
         if self.shared:
@@ -144,7 +145,12 @@ class Layer:
     def projects_whole(self, rows: int) -> bool:
         """Whether O and down take all of their inputs, of which skipped groups are zeros."""
         narrow = self.weights.down.weight.shape[0] < NARROW and rows >= DENSE_PROJECTIONS.start
-        return self._finite and (rows in DENSE_PROJECTIONS or narrow)
+        return (rows in DENSE_PROJECTIONS or narrow) and self._finite
+
+    @cached_property
+    def _finite(self) -> bool:
+        """Of the weights that whole inputs meet; looked at when the first do, in a run before any is recorded."""
+        return bool(self.weights.o.weight.isfinite().all() & self.weights.down.weight.isfinite().all())
 
     def _gated(self, x: Tensor, part: _FfnPart, arguments: dict[str, Any]) -> Tensor:
         gate, up = part.gate, part.up

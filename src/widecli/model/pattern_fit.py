@@ -28,7 +28,6 @@ from widecli.model.thresholds import (
     Solver,
     collect_margins,
     common_shift,
-    hooked,
     meet,
     rows,
     skipped_share,
@@ -56,30 +55,19 @@ def observe(routed: RoutedModel, batches: Sequence[Batch]) -> dict[Decision, Obs
     """Margins and massive contributions on the real tokens of a text, the model routed as it is now."""
     found: dict[Decision, list[Tensor]] = {}
     seen: dict[Decision, int] = {}
-    valid: list[Tensor | None] = [None]
-
-    def on_input(decision: Decision, x: Tensor) -> None:
-        return
 
     def on_output(decision: Decision, part: PartName, hidden: Tensor, weight: Tensor) -> None:
         if decision.codebook is None:
             return
-        added = contribution(rows(hidden, valid[0]), weight, decision.router.groups)
+        added = contribution(hidden, weight, decision.router.groups)
         ordinary = added.median()
         pairs = (added > MASSIVE**2 * ordinary).nonzero() if float(ordinary) > 0 else added.new_zeros(0, 2).long()
         pairs[:, 0] += seen.get(decision, 0)
         seen[decision] = seen.get(decision, 0) + len(added)
         found.setdefault(decision, []).append(pairs)
 
-    z: dict[Decision, list[Tensor]] = {}
-    for ids, mask in batches:
-        valid[0] = mask
-        with hooked(routed, on_input, on_output):
-            for decision, margin in collect_margins(routed, [(ids, mask)]).items():
-                z.setdefault(decision, []).append(margin)
     result = {}
-    for decision, parts in z.items():
-        margins = torch.cat(parts)
+    for decision, margins in collect_margins(routed, batches, on_output=on_output).items():
         massive = torch.cat(found[decision]) if decision in found else margins.new_zeros(0, 2).long()
         wanted = margins[massive[:, 0], massive[:, 1]] >= 0  # the routers may have found that one can be spared
         result[decision] = Observed(margins, massive[wanted])

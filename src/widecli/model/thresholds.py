@@ -63,16 +63,26 @@ def rows(x: Tensor, valid: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def collect_margins(
-    routed: RoutedModel, batches: Sequence[Batch], under_routing: bool = True
+    routed: RoutedModel,
+    batches: Sequence[Batch],
+    under_routing: bool = True,
+    on_output: Callable[[Decision, PartName, Tensor, Tensor], None] | None = None,
 ) -> dict[Decision, Tensor]:
-    """Each router's margins [n, N] on the real tokens of a text, with the model routed or dense."""
+    """Each router's margins [n, N] on the real tokens of a text, with the model routed or dense.
+
+    `on_output` is called as by `hooked`, batch by batch, with h [n, K] of the real tokens alone.
+    """
     found: dict[Decision, list[Tensor]] = {}
     valid: list[Tensor | None] = [None]
 
     def on_input(decision: Decision, x: Tensor) -> None:
         found.setdefault(decision, []).append(margins(decision.router(rows(x, valid[0]))))
 
-    with hooked(routed, on_input):
+    def on_hidden(decision: Decision, part: PartName, hidden: Tensor, weight: Tensor) -> None:
+        assert on_output is not None
+        on_output(decision, part, rows(hidden, valid[0]), weight)
+
+    with hooked(routed, on_input, on_hidden if on_output else None):
         for ids, mask in batches:
             valid[0] = mask
             with nullcontext() if under_routing else routed.dense():

@@ -26,7 +26,7 @@ from widecli.model.routed import RoutedModel
 from widecli.ranks import Ranks
 from widecli.recipe import paper
 from widecli.recipe.schema import Recipe
-from widecli.train.estimate import estimate
+from widecli.train.estimate import Estimate, estimate
 from widecli.train.loop import Trainer
 from widecli.train.sharding import Sharding, allocate, shard_layers
 
@@ -102,9 +102,7 @@ def measure(recipe: Recipe, layout: Layout, steps: int, ranks: Ranks) -> dict[st
     routed.detach()
     peak = max(ranks.gather(torch.cuda.max_memory_allocated())) if on_gpu else None
     micro = recipe.train.model_copy(update={"micro_batch_size": trainer.micro_batch_size})
-    figures = estimate(
-        recipe.model_copy(update={"train": micro}), shape, plan, value_bytes=dtype.itemsize, ranks=ranks.size
-    )
+    figures = estimated(recipe.model_copy(update={"train": micro}), layout, dtype, ranks.size)
     speed = median(r.tokens_per_second for r in records[1:] or records)  # the first step compiles
     del model, routed, trainer
     gc.collect()
@@ -121,6 +119,14 @@ def measure(recipe: Recipe, layout: Layout, steps: int, ranks: Ranks) -> dict[st
         "first_loss": records[0].lm_loss,
         "hours_for_the_papers_tokens": paper.TOKENS / speed / 3600,
     }
+
+
+def estimated(recipe: Recipe, layout: Layout, dtype: torch.dtype, ranks: int) -> Estimate:
+    """What `--dry-run` says of the recipe in that layout on so many cards."""
+    recipe = layout.changed(recipe)
+    shape = load_shape(recipe.model)
+    plan = RoutingPlan.from_section(recipe.routing, shape)
+    return estimate(recipe, shape, plan, value_bytes=dtype.itemsize, ranks=ranks)
 
 
 def random_backbone(shape: ModelShape, dtype: torch.dtype, sharding: Sharding | None, device: torch.device) -> Any:
