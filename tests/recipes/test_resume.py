@@ -93,9 +93,14 @@ def test_an_unfinished_run_is_refused_without_resume_and_nothing_is_lost(
 
 
 def test_ctrl_c_exits_130_and_says_how_to_go_on(wide: Wide, tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        stop_after(patch, 4, signal.SIGINT)
-        ended = wide("calibrate", tiny_recipe, "--run-dir", "cut")
+    # what a shell starts in the background ignores Ctrl-C, and so would this process
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch:
+            stop_after(patch, 4, signal.SIGINT)
+            ended = wide("calibrate", tiny_recipe, "--run-dir", "cut")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ended.code == 130 and "cut" in ended.err and "--resume continues" in ended.err
     assert wide("calibrate", tiny_recipe, "--run-dir", "cut", "--resume").code == 0
 
