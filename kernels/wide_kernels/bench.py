@@ -153,7 +153,11 @@ def tuning_points(arguments: argparse.Namespace) -> list[tuple[str, Sizes]]:
 
     found = []
     for kernel in arguments.tune:
-        usual = (1 if kernel.startswith("vector") else 16 if kernel.startswith("few_rows") else 16384, 128, 0.5)
+        usual = (
+            1 if kernel.startswith(("vector", "norm_row")) else 16 if kernel.startswith("few_rows") else 16384,
+            128,
+            0.5,
+        )
         for rows, group, density in arguments.points or [usual]:
             sizes = Sizes(model_shape(arguments.model), rows, group, density, DTYPES[arguments.dtype])
             found.append((kernel, sizes))

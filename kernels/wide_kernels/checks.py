@@ -42,12 +42,12 @@ def same_size(op: str, what: str, size: int, expected: int) -> None:
         raise UnsupportedError(f"{op}: {what} must be {expected}, got {size}")
 
 
-def mask_sizes(op: str, mask: Tensor) -> tuple[int, int]:
-    """(T, N_G) of a decision mask, which must be bool."""
+def mask_sizes(op: str, mask: Tensor, least: int = 1) -> tuple[int, int]:
+    """(T, N_G) of a decision mask, which must be bool and have at least so many groups."""
     if mask.dtype is not torch.bool:
         raise UnsupportedError(f"{op}: the mask must be bool (True = execute), got {mask.dtype}")
     rows, groups = shape_of(op, "mask", mask, "T N_G")
-    if groups == 0:
+    if groups < least:
         raise UnsupportedError(f"{op}: the mask has no groups, its shape is {list(mask.shape)}")
     return rows, groups
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from wide_kernels.checks import mask_sizes, same_device, same_size
@@ -51,8 +52,11 @@ def route_layout_problem(mask: Tensor) -> Problem:
     return Problem("route_layout", mask.device, torch.float32)
 
 
-def decision(op: str, first: Tensor, layout: RouteLayout | None, mask: Tensor | None) -> Tensor:
-    """The mask of the call, [rows of `first`, N_G]: the layout's, or the one given instead of a layout."""
+def decision(op: str, first: Tensor, layout: RouteLayout | None, mask: Tensor | None, always: int = 0) -> Tensor:
+    """The mask of the call, [rows of `first`, N_G]: the layout's, or the one given instead of a layout.
+
+    `always` more groups, which every row executes, may follow those of a mask; it may then be empty.
+    """
     if (layout is None) == (mask is None):
         raise UnsupportedError(
             f"{op}: give either a layout or mask=, {'not both' if mask is not None else 'one of them'}"
@@ -61,23 +65,32 @@ def decision(op: str, first: Tensor, layout: RouteLayout | None, mask: Tensor | 
         raise UnsupportedError(
             f"{op}: the layout must be a RouteLayout or a PatternLayout, got {type(layout).__name__}; see route_layout"
         )
+    if always < 0 or (always and layout is not None):
+        raise UnsupportedError(f"{op}: always counts groups behind those of mask=, got {always}")
     chosen = layout.mask if layout is not None else mask
     assert chosen is not None  # exactly one of the two is there
-    rows, _ = mask_sizes(op, chosen)
+    rows, _ = mask_sizes(op, chosen, least=0 if always else 1)
     same_device(op, first, "the mask", chosen)
     same_size(op, "the mask's number of rows", rows, first.shape[0])
     return chosen
 
 
-def decision_groups(op: str, first: Tensor, layout: RouteLayout | PatternLayout | None, mask: Tensor | None) -> int:
-    """N_G of the decision of the call, whose form and rows are checked."""
+def decision_groups(
+    op: str, first: Tensor, layout: RouteLayout | PatternLayout | None, mask: Tensor | None, always: int = 0
+) -> int:
+    """All groups of the decision of the call, whose form and rows are checked."""
     if not isinstance(layout, PatternLayout):
-        return decision(op, first, layout, mask).shape[1]
-    if mask is not None:
-        raise UnsupportedError(f"{op}: give either a layout or mask=, not both")
+        return decision(op, first, layout, mask, always).shape[1] + always
+    if mask is not None or always:
+        raise UnsupportedError(f"{op}: give either a layout or mask=, not both; always goes with mask=")
     same_device(op, first, "the layout", layout.ids)
     same_size(op, "the layout's number of rows", layout.rows, first.shape[0])
     return layout.groups
+
+
+def extended(mask: Tensor, always: int) -> Tensor:
+    """The mask with the groups behind it that every row executes."""
+    return F.pad(mask, (0, always), value=True) if always else mask
 
 
 def sorted_rows(layout: RouteLayout | None) -> tuple[Tensor | None, Tensor | None]:

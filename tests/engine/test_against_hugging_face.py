@@ -42,8 +42,7 @@ def test_every_family(family: str, routed: bool) -> None:
 def test_keys_and_values_of_one_row_come_with_its_queries(group: int, always: int, tap: str) -> None:
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "attention_bias": True}
     pair = make_pair(routed=True, plan={"attention_group_size": group, "tap": tap}, **sizes)
-    decision = pair.engine.layers[0].attention
-    assert decision is not None and decision.always == always
+    assert pair.engine.layers[0].always == always
     assert_every_way_agrees(pair, random_ids(1, 13))
 
 

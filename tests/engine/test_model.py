@@ -148,14 +148,6 @@ def test_random_masks_skip_their_share_whatever_the_routers_say() -> None:
     assert not torch.equal(session.prefill(random_ids(8, 60)), first)
 
 
-def test_random_masks_leave_what_every_row_runs() -> None:
-    masks = RandomMasks(1.0)
-    taken = masks.take(0, torch.zeros(1, 6, dtype=torch.bool), always=2)
-    assert taken.tolist() == [[False] * 4 + [True] * 2]
-    masks.skip(0.0)
-    assert masks.take(0, torch.zeros(1, 6, dtype=torch.bool), always=2) is taken and bool(taken.all())
-
-
 def test_nothing_skipped_is_the_dense_model() -> None:
     pair = make_pair(routed=True)
     assert pair.routed is not None

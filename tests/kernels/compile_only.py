@@ -22,21 +22,25 @@ from wide_kernels.attention_prefill import configs as prefill_configs
 from wide_kernels.attention_prefill import triton as prefill_kernels
 from wide_kernels.gemm_k import configs as k_configs
 from wide_kernels.gemm_k import few_rows as k_few
+from wide_kernels.gemm_k import one_row as k_one
 from wide_kernels.gemm_k import packing, sorting
 from wide_kernels.gemm_k import pattern_triton as k_patterns
 from wide_kernels.gemm_k import triton as k_kernels
 from wide_kernels.gemm_k.segments import TILE_ROWS
 from wide_kernels.gemm_mn import configs as mn_configs
 from wide_kernels.gemm_mn import few_rows as mn_few
+from wide_kernels.gemm_mn import one_row as mn_one
 from wide_kernels.gemm_mn import pattern_triton as mn_patterns
 from wide_kernels.gemm_mn import triton as mn_kernels
 from wide_kernels.norm_route import configs as norm_configs
+from wide_kernels.norm_route import few_rows as norm_rows
 from wide_kernels.norm_route import triton as norm_kernels
 from wide_kernels.pattern_layout import HALF_ROWS
 
 D, F, G, T, RANK = 4096, 14336, 128, 16384, 32
 GROUPS = F // G
 OPTIONS = ("num_warps", "num_stages")
+ANYWHERE = torch.device("cpu")  # configurations that differ on a GPU at hand take that of none
 
 
 def compiled(kernel: Any, types: str, values: dict[str, Any], target: GPUTarget) -> dict[str, Any]:
@@ -80,10 +84,11 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
             values | mn_configs.tile_config(T, D, G, gated, dtype),
         )
         few = {name: value for name, value in values.items() if name not in ("N", "PRECISION")}
+        one = {"GROUPS": GROUPS - 16, "ALWAYS": 16, "EARLY": True}
         found[f"vector_mn gated={gated}"] = (
-            mn_few.vector_kernel,
+            mn_one.vector_kernel,
             f"{types} *u8",
-            few | mn_few.vector_config(D, G, gated, dtype),
+            few | one | mn_one.vector_config(D, G, gated, dtype, ANYWHERE),
         )
         for rows in (16, 64, 128):
             found[f"few_rows_mn {rows} gated={gated}"] = (
@@ -100,7 +105,12 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
             k | {"S": k_configs.tile_order(T, GROUPS, G, dtype).segment, "ATOMIC": atomic, "SLAB": 4} | tile,
         )
     down: dict[str, Any] = {"K": F, "G": G, "HAS_RESIDUAL": True}
-    found["vector_k"] = (k_few.vector_kernel, f"{p} {p} {p} {p} *u8", down | k_few.vector_config(D, F, G, dtype))
+    for early in (False, True):
+        found[f"vector_k early={early}"] = (
+            k_one.vector_kernel,
+            f"{p} {p} {p} {p} *u8",
+            down | {"EARLY": early} | k_one.vector_config(D, F, G, dtype, ANYWHERE),
+        )
     for rows in (16, 64, 128):
         found[f"few_rows_k {rows}"] = (
             k_few.rows_kernel,
@@ -113,10 +123,11 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
     no_patterns = {"C": 0, "NUMBERED": 0, "WIDTH": 0, "BW": 16}
     in_pieces = dtype is not torch.float32
     for rows in (1, T):
-        chunk = norm_configs.chunk_config(rows, D, dtype)
+        one = norm_configs.row_config(rows, D, RANK, dtype, ANYWHERE)
+        chunk = one | {"EARLY": True} if one else norm_configs.chunk_config(rows, D, dtype, ANYWHERE)
         del chunk["TOGETHER"]  # the launcher's
         found[f"norm_route {rows}"] = (
-            norm_kernels.chunk_kernel,
+            norm_rows.row_kernel if one else norm_kernels.chunk_kernel,
             norm_types.format(x=p, w1="*fp32"),
             norm | {"N_G": GROUPS, "SEGMENTS": 0} | no_patterns | chunk,
         )
@@ -125,7 +136,7 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
         if rows == 1:
             picked |= {"NUMBERED": 201, "WIDTH": GROUPS // 2, "BW": 64}
         found[f"norm_route_patterns {rows}"] = (
-            norm_kernels.chunk_kernel,
+            norm_rows.row_kernel if one else norm_kernels.chunk_kernel,
             norm_types.format(x=p, w1=p if in_pieces else "*fp32"),
             norm | {"PARTS": 3 if in_pieces else 1} | chunk | picked,
         )

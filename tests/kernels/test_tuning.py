@@ -12,6 +12,7 @@ import torch
 from wide_kernels.tuning import disk, lookup, table
 from wide_kernels.tuning.table import Key, force
 
+CPU = torch.device("cpu")
 KEY = Key("few_rows_k", 16, 128, "bfloat16")
 
 
@@ -107,10 +108,10 @@ def test_the_router_finds_what_the_tuner_kept_by_the_size_of_the_model(gpu: str)
     from wide_kernels.norm_route.configs import chunk_config
 
     sizes = Sizes(model_shape("4096x8192"), 13, 16, 0.5, torch.float16, "cpu")
-    built_in = chunk_config(13, 4096, torch.float16)
+    built_in = chunk_config(13, 4096, torch.float16, CPU)
     save([("norm_route", sizes, [{"config": {"BM": 128}, "p50_ms": 1.0}])])
-    assert chunk_config(16, 4096, torch.float16) == built_in | {"BM": 128, "BN": 128}
-    assert chunk_config(13, 2048, torch.float16)["BM"] == built_in["BM"]
+    assert chunk_config(16, 4096, torch.float16, CPU) == built_in | {"BM": 128, "BN": 128}
+    assert chunk_config(13, 2048, torch.float16, CPU)["BM"] == built_in["BM"]
 
 
 def test_every_table_entry_names_a_kernel_and_a_power_of_two() -> None:

@@ -30,8 +30,11 @@ def candidates(kernel: str) -> Iterator[dict[str, int]]:
         for segment, megabytes in itertools.product((4, 6, 7, 8), (16, 32, 64, 1024)):
             yield {"S": segment, "SLAB_MB": megabytes}
     elif kernel.startswith("vector"):
-        for (bn, chunks), stages in itertools.product(((2, 256), (2, 512), (4, 128), (4, 256), (8, 128)), (1, 3)):
-            yield {"BN": bn, "BC": chunks, "STAGES": stages, "num_warps": 4}
+        for (bn, chunks), warps in itertools.product(itertools.product((2, 4, 8), (128, 256, 512)), (2, 4, 8)):
+            yield {"BN": bn, "BC": chunks, "num_warps": warps}
+    elif kernel == "norm_row":
+        for bd, warps in itertools.product((64, 128, 256), (2, 4, 8)):
+            yield {"BD": bd, "num_warps": warps}
     elif kernel == "norm_route":
         for bm, bd, warps, together in itertools.product((16, 32, 64, 128), (128, 256, 512), (4, 8), (1, 0)):
             yield {"BM": bm, "BD": bd, "num_warps": warps, "TOGETHER": together}
@@ -74,7 +77,7 @@ def save(found: Sequence[tuple[str, Sizes, list[dict[str, object]]]]) -> Path | 
         config = entries[0].get("config") if entries and "p50_ms" in entries[0] else None
         if isinstance(config, dict) and config:
             dtype = str(sizes.dtype).removeprefix("torch.")
-            width = sizes.model.hidden_size if kernel == "norm_route" else sizes.group
+            width = sizes.model.hidden_size if kernel.startswith("norm") else sizes.group
             winners[Key(kernel, token_bucket(sizes.rows), width, dtype)] = config
     if not winners:
         return None

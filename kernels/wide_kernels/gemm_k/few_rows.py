@@ -2,9 +2,9 @@
 
 Every program owns some output columns, that is rows of the weight, and walks along them in the order of memory; loads
 of skipped groups are switched off where they stand. So the work is even whatever the masks are, and nothing is listed
-beforehand. One row: fp32 sums in registers, one program for all of K. More rows: tensor cores with the weights as the
-left operand, K cut into splits, the last program of a tile to finish adds them up in a fixed order. Rows beyond one
-tile take more tiles beside it, which find the weights in L2; that is for sums whose order must be fixed.
+beforehand. Tensor cores take the weights as the left operand, K is cut into splits, the last program of a tile to
+finish adds them up in a fixed order. Rows beyond one tile take more tiles beside it, which find the weights in L2; that
+is for sums whose order must be fixed. One row has a kernel of its own (one_row.py).
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -18,51 +18,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from wide_kernels.counters import counters
 from wide_kernels.dispatch import on_device_of
+from wide_kernels.gemm_k import one_row
 from wide_kernels.gemm_k.configs import FEW_ROWS
 from wide_kernels.tuning.lookup import overlapped, tuned
 from wide_kernels.tuning.tiles import largest_power, padded_rows
 
 PROGRAMS = 264  # two for each multiprocessor of the largest GPUs
-
-
-@triton.jit
-def vector_kernel(
-    h,
-    weight,
-    residual,
-    out,
-    mask,
-    K: tl.constexpr,
-    G: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
-    BN: tl.constexpr,
-    BC: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """One row times BN columns. A step takes BC chunks of 8 values, 16 bytes in half precision, of some groups."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    column = tl.program_id(0) * BN + tl.arange(0, BN)
-    chunk = tl.arange(0, BC) * 8
-    depth = chunk[:, None] + tl.arange(0, 8)[None, :]
-    # Chunks come first in the tile: neighbouring threads then read neighbouring chunks of one row.
-    w_tile = weight + column[None, :, None].to(tl.int64) * K + depth[:, None, :]
-    acc = tl.zeros((BC, BN), tl.float32)
-    # Whether a chunk's group runs is read one step ahead: the loads of a step wait for nothing.
-    flags = tl.load(mask + chunk // G, mask=chunk < K, other=0)
-    for k in tl.range(0, K, BC * 8, num_stages=STAGES):
-        runs = flags != 0
-        ahead = k + BC * 8 + chunk
-        flags = tl.load(mask + ahead // G, mask=ahead < K, other=0)
-        a = tl.load(h + k + depth, mask=runs[:, None], other=0.0)
-        b = tl.load(w_tile + k, mask=runs[:, None, None], other=0.0)
-        acc += tl.sum(a.to(tl.float32)[:, None, :] * b.to(tl.float32), 2)
-    y = tl.sum(acc, 0)
-    if HAS_RESIDUAL:
-        y += tl.load(residual + column).to(tl.float32)
-    tl.store(out + column, y.to(out.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -132,15 +93,6 @@ def rows_kernel(
         tl.store(out + target, acc.to(out.dtype.element_ty), mask=stored)
 
 
-def vector_config(columns: int, depth: int, width: int, dtype: torch.dtype) -> dict[str, int]:
-    """For one row: as in `gemm_mn`; skipped groups leave gaps in the steps."""
-    config = {"BN": 4, "BC": 256, "STAGES": 1, "num_warps": 4, "PDL": 0}
-    config |= tuned("vector_k", 1, width, dtype)
-    config["BN"] = largest_power(columns, config["BN"])
-    config["BC"] = min(config["BC"], padded_rows(-(-depth // 8)))
-    return overlapped(config)
-
-
 def rows_config(rows: int, columns: int, depth: int, width: int, dtype: torch.dtype) -> dict[str, int]:
     """For several: tall tiles, so that h, which every column tile reads, weighs little; splits until the GPU is full.
 
@@ -155,22 +107,20 @@ def rows_config(rows: int, columns: int, depth: int, width: int, dtype: torch.dt
     return overlapped(config)
 
 
-def project(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None) -> Tensor:
+def project(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None, early: bool = False) -> Tensor:
     """`gemm_k` for h [T, K] of few rows, straight from the mask; the order of the sums is fixed."""
     (rows, depth), columns = h.shape, weight.shape[0]
+    h = h if h.stride(1) == 1 else h.contiguous()
+    if rows == 1:
+        return one_row.project(h, weight, mask, residual, early)
     out = torch.empty(rows, columns, dtype=h.dtype, device=h.device)
     if rows == 0:
         return out
-    h = h if h.stride(1) == 1 else h.contiguous()
     width = depth // mask.shape[1]
     flags = mask.contiguous().view(torch.uint8)
     fused = (depth, width, residual is not None)
     added = out if residual is None else residual.contiguous()  # else a pointer that the kernel does not follow
     with on_device_of(h):
-        if rows == 1:
-            config = vector_config(columns, depth, width, h.dtype)
-            vector_kernel[(columns // config["BN"],)](h, weight, added, out, flags, *fused, **config)
-            return out
         config = rows_config(rows, columns, depth, width, h.dtype)
         tiles, splits = triton.cdiv(columns, config["BN"]), config["SPLITS"]
         row_tiles = triton.cdiv(rows, config["BT"])

@@ -28,6 +28,7 @@ def gemm_k(
     deterministic: bool = False,
     *,
     mask: Tensor | None = None,
+    early: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """A projection whose input channels are routed (paper: GEMM-K): masked(h) weight^T + residual.
@@ -42,6 +43,9 @@ def gemm_k(
     neither argument is needed; on a Hopper GPU groups whose width is no multiple of 64 then cost a transpose of the
     weight at each call (`gated_mlp` takes one that is transposed already). Differentiable in h, weight and residual.
     Raises UnsupportedError.
+
+    `early` vouches that weight and mask were complete before the launch that precedes this one: on a Hopper GPU one
+    row's product then fetches its first weights while that launch still runs.
     """
     if not isinstance(layout, PatternLayout):
         accumulate = partial_sums(h, accumulate, deterministic)
@@ -50,7 +54,7 @@ def gemm_k(
     if isinstance(layout, PatternLayout):
         return gemm_k_patterns(h, weight, layout, residual, chosen)
     routed = decision("gemm_k", h, layout, mask)
-    y = torch.ops.wide_kernels.gemm_k(h, weight, routed, residual, accumulate, deterministic, chosen)
+    y = torch.ops.wide_kernels.gemm_k(h, weight, routed, residual, accumulate, deterministic, early, chosen)
     return cast(Tensor, y)
 
 
@@ -71,6 +75,7 @@ def gemm_k_problem(
     deterministic: bool = False,
     *,
     mask: Tensor | None = None,
+    early: bool = False,
 ) -> Problem:
     """The facts that decide the backend of `gemm_k`; raises UnsupportedError for what no backend takes."""
     op = "gemm_k"
@@ -125,8 +130,8 @@ def _gluon_refusal_of_patterns(h: Tensor) -> str | None:
 @torch.library.custom_op(
     "wide_kernels::gemm_k",
     mutates_args=(),
-    schema="(Tensor h, Tensor weight, Tensor mask, Tensor? residual, str accumulate, bool deterministic, str backend)"
-    " -> Tensor",
+    schema="(Tensor h, Tensor weight, Tensor mask, Tensor? residual, str accumulate, bool deterministic, bool early,"
+    " str backend) -> Tensor",
 )
 def _gemm_k(
     h: Tensor,
@@ -135,6 +140,7 @@ def _gemm_k(
     residual: Tensor | None,
     accumulate: str,
     deterministic: bool,
+    early: bool,
     backend: str,
 ) -> Tensor:
     if backend == "gluon":
@@ -146,7 +152,7 @@ def _gemm_k(
         from wide_kernels.gemm_k.triton import project
 
         if h.shape[0] <= FEW_ROWS:
-            return few_rows.project(h, weight, mask, residual)
+            return few_rows.project(h, weight, mask, residual, early)
         return project(h, weight, mask, residual, accumulate, deterministic)
     return gemm_k_reference(h, weight, mask, residual)
 
@@ -167,7 +173,7 @@ def _gemm_k_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
     to_h, to_weight = gemm_k_gradients(gradient, h, weight, mask, needs)
     to_residual = gradient if ctx.has_residual and needs[3] else None
-    return to_h, to_weight, None, to_residual, None, None, None
+    return to_h, to_weight, None, to_residual, None, None, None, None
 
 
 _gemm_k.register_autograd(_gemm_k_backward, setup_context=_save_gemm_k)

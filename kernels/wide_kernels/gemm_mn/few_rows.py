@@ -1,8 +1,8 @@
 """Triton, a few rows (decode): a weight is read once, by programs that first look whether its group runs at all.
 
-These products wait for memory only. One row: fp32 sums in registers, no tensor core. More rows: the weights are the
-left operand, so that their rows fill the tensor core's tall side and the tokens its narrow one. Programs of skipped
-groups write zeros and leave; the rest come in the order of memory, several to a multiprocessor.
+These products wait for memory only. The weights are the left operand, so that their rows fill the tensor core's tall
+side and the tokens its narrow one. Programs of skipped groups write zeros and leave; the rest come in the order of
+memory, several to a multiprocessor. One row has a kernel of its own (one_row.py).
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -15,64 +15,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from wide_kernels.dispatch import on_device_of
+from wide_kernels.gemm_mn import one_row
 from wide_kernels.gemm_mn.triton import activated
+from wide_kernels.layout import extended
 from wide_kernels.tuning.lookup import overlapped, tuned
-from wide_kernels.tuning.tiles import largest_power, padded_rows
-
-
-@triton.jit
-def vector_kernel(
-    x,
-    weight,
-    weight_up,
-    bias,
-    out,
-    mask,
-    K: tl.constexpr,
-    G: tl.constexpr,
-    GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
-    BN: tl.constexpr,
-    BC: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """One row times BN columns of one group. A step takes BC chunks of 8 values, 16 bytes in half precision."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    columns = tl.program_id(0) * BN + tl.arange(0, BN)
-    y = tl.zeros((BN,), tl.float32)
-    if tl.load(mask + tl.program_id(0) * BN // G) != 0:
-        chunk = tl.arange(0, BC) * 8
-        depth = chunk[:, None] + tl.arange(0, 8)[None, :]
-        # Chunks come first in the tile: neighbouring threads then read neighbouring chunks of one row.
-        offset = columns[None, :, None].to(tl.int64) * K + depth[:, None, :]
-        acc = tl.zeros((BC, BN), tl.float32)
-        acc_up = tl.zeros((BC, BN), tl.float32)
-        for k in tl.range(0, K, BC * 8, num_stages=STAGES):
-            if K % (BC * 8) == 0:
-                a = tl.load(x + k + depth)
-                b = tl.load(weight + k + offset)
-            else:
-                known = k + chunk < K
-                a = tl.load(x + k + depth, mask=known[:, None], other=0.0)
-                b = tl.load(weight + k + offset, mask=known[:, None, None], other=0.0)
-            if GATED:
-                if K % (BC * 8) == 0:
-                    c = tl.load(weight_up + k + offset)
-                else:
-                    c = tl.load(weight_up + k + offset, mask=(k + chunk < K)[:, None, None], other=0.0)
-                acc_up += tl.sum(a.to(tl.float32)[:, None, :] * c.to(tl.float32), 2)
-            acc += tl.sum(a.to(tl.float32)[:, None, :] * b.to(tl.float32), 2)
-        y = tl.sum(acc, 0)
-        if HAS_BIAS:
-            y += tl.load(bias + columns).to(tl.float32)
-        y = activated(y, ACTIVATION)
-        if GATED:
-            y *= tl.sum(acc_up, 0)
-    tl.store(out + columns, y.to(out.dtype.element_ty))
+from wide_kernels.tuning.tiles import padded_rows
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -145,15 +92,6 @@ def rows_kernel(
         tl.store(target, tl.zeros((BN, BT), out.dtype.element_ty), mask=stored)
 
 
-def vector_config(depth: int, width: int, gated: bool, dtype: torch.dtype) -> dict[str, int]:
-    """For one row: steps of 16 KB straight to registers; so many programs are resident that nothing need be ahead."""
-    config = {"BN": 2 if gated else 4, "BC": 256, "STAGES": 1, "num_warps": 4, "PDL": 0}
-    config |= tuned("vector_gated" if gated else "vector_mn", 1, width, dtype)
-    config["BN"] = largest_power(width, config["BN"])
-    config["BC"] = min(config["BC"], padded_rows(-(-depth // 8)))
-    return overlapped(config)
-
-
 def rows_config(rows: int, depth: int, width: int, gated: bool, dtype: torch.dtype) -> dict[str, int]:
     """For several: tall tiles, so that the rows of x, which every program reads, weigh little beside the weights."""
     config = {"BN": 64, "BK": 128 if rows <= 32 else 64, "num_warps": 4 if rows <= 64 else 8, "PDL": 0}
@@ -166,28 +104,34 @@ def rows_config(rows: int, depth: int, width: int, gated: bool, dtype: torch.dty
 
 
 def project(
-    x: Tensor, weight: Tensor, weight_up: Tensor | None, mask: Tensor, bias: Tensor | None, activation: str | None
+    x: Tensor,
+    weight: Tensor,
+    weight_up: Tensor | None,
+    mask: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    always: int = 0,
+    early: bool = False,
 ) -> Tensor:
     """`gemm_mn`, or with `weight_up` `gated_mlp_up`, for x [T, K] of at most FEW_ROWS rows, straight from the mask."""
     rows, depth = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if rows == 1:
+        return one_row.project(x, weight, weight_up, mask, bias, activation, always, early)
     columns = weight.shape[0]
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
-    x = x if x.stride(1) == 1 else x.contiguous()
+    mask = extended(mask, always)
     width = columns // mask.shape[1]
     gated = weight_up is not None
     operands = (x, weight, weight if weight_up is None else weight_up, weight if bias is None else bias, out)
     flags = mask.contiguous().view(torch.uint8)
     fused = (depth, width, gated, bias is not None, activation or "none")
     with on_device_of(x):
-        if rows == 1:
-            config = vector_config(depth, width, gated, x.dtype)
-            vector_kernel[(columns // config["BN"],)](*operands, flags, *fused, **config)
-        else:
-            config = rows_config(rows, depth, width, gated, x.dtype)
-            precision = "ieee" if x.dtype is torch.float32 else "tf32"
-            rows_kernel[(triton.cdiv(columns, config["BN"]),)](
-                *operands, flags, rows, x.stride(0), columns, *fused, PRECISION=precision, **config
-            )
+        config = rows_config(rows, depth, width, gated, x.dtype)
+        precision = "ieee" if x.dtype is torch.float32 else "tf32"
+        rows_kernel[(triton.cdiv(columns, config["BN"]),)](
+            *operands, flags, rows, x.stride(0), columns, *fused, PRECISION=precision, **config
+        )
     return out

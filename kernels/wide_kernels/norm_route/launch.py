@@ -24,6 +24,7 @@ def norm_route(
     eps: float,
     *,
     tap: str = "residual",
+    early: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm and the router in one pass over the residual stream x [T, D].
@@ -34,10 +35,13 @@ def norm_route(
     is, or "normalised", x over its root mean square (eps 1e-6, no weight, unrounded). Returns (normalised x [T, D],
     mask bool [T, N_G]). Decisions are those of fp32 arithmetic: backends may differ where the two logits do so by less
     than 1e-5 of the largest difference there is. For inference: no gradients. Raises UnsupportedError.
+
+    `early` vouches that everything but x was complete before the launch that precedes this one: on a Hopper GPU a few
+    rows' weights are then fetched while that launch still runs.
     """
     chosen = choose(norm_route_problem(x, norm_weight, w1, b1, w2, b2, eps, tap=tap), backend)
     contiguous = [tensor.contiguous() for tensor in (x, norm_weight, w1, b1, w2, b2)]
-    normalised, mask = torch.ops.wide_kernels.norm_route(*contiguous, eps, tap, chosen)
+    normalised, mask = torch.ops.wide_kernels.norm_route(*contiguous, eps, tap, early, chosen)
     return normalised, mask
 
 
@@ -51,6 +55,7 @@ def norm_route_problem(
     eps: float,
     *,
     tap: str = "residual",
+    early: bool = False,
 ) -> Problem:
     """The facts that decide the backend of `norm_route`; raises UnsupportedError for what no backend takes."""
     op = "norm_route"
@@ -95,7 +100,7 @@ def checked_bottleneck(
     "wide_kernels::norm_route",
     mutates_args=(),
     schema="(Tensor x, Tensor norm_weight, Tensor w1, Tensor b1, Tensor w2, Tensor b2, float eps, str tap,"
-    " str backend) -> (Tensor, Tensor)",
+    " bool early, str backend) -> (Tensor, Tensor)",
 )
 def _norm_route(
     x: Tensor,
@@ -106,12 +111,13 @@ def _norm_route(
     b2: Tensor,
     eps: float,
     tap: str,
+    early: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     if backend == "triton":
         from wide_kernels.norm_route.triton import norm_and_decide
 
-        return norm_and_decide(x, norm_weight, w1, b1, w2, b2, eps, tap)
+        return norm_and_decide(x, norm_weight, w1, b1, w2, b2, eps, tap, early)
     return norm_route_reference(x, norm_weight, w1, b1, w2, b2, eps, tap)
 
 

@@ -24,23 +24,24 @@ def norm_route_patterns(
     *,
     patterns: Tensor | None = None,
     tap: str = "residual",
+    early: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """RMSNorm and the choice of a pattern in each of S segments, in one pass over the residual stream x [T, D].
 
-    As `norm_route`, but the second layer gives scores: w2 fp32 [S, C, r] and b2 [S, C] are the router's folded with C
-    patterns a segment. `numbers` int32 [S, C] says what each is called: a row gets the number of the one that scores
-    best, of equal ones the first. Returns (normalised x [T, D], ids int32 [S, T], None). With `patterns` bool
-    [S, P, width], which the numbers index, the last is the decision group by group, bool [T, S width]: what a few rows
-    need, and it costs no launch. Numbers must then lie in 0..P-1, which nothing checks: that would cost a sync. Choices
-    are those of fp32 arithmetic: backends may differ where two scores do so by less than 1e-5 of the largest. For
-    inference: no gradients. Raises UnsupportedError.
+    As `norm_route` (`early` too), but the second layer gives scores: w2 fp32 [S, C, r] and b2 [S, C] are the router's
+    folded with C patterns a segment. `numbers` int32 [S, C] says what each is called: a row gets the number of the one
+    that scores best, of equal ones the first. Returns (normalised x [T, D], ids int32 [S, T], None). With `patterns`
+    bool [S, P, width], which the numbers index, the last is the decision group by group, bool [T, S width]: what a few
+    rows need, and it costs no launch. Numbers must then lie in 0..P-1, which nothing checks: that would cost a sync.
+    Choices are those of fp32 arithmetic: backends may differ where two scores do so by less than 1e-5 of the largest.
+    For inference: no gradients. Raises UnsupportedError.
     """
     problem = norm_route_patterns_problem(x, norm_weight, w1, b1, w2, b2, numbers, eps, patterns=patterns, tap=tap)
     chosen = choose(problem, backend)
     contiguous = [tensor.contiguous() for tensor in (x, norm_weight, w1, b1, w2, b2, numbers)]
     patterns = None if patterns is None else patterns.contiguous()
-    normalised, ids, mask = torch.ops.wide_kernels.norm_route_patterns(*contiguous, patterns, eps, tap, chosen)
+    normalised, ids, mask = torch.ops.wide_kernels.norm_route_patterns(*contiguous, patterns, eps, tap, early, chosen)
     return normalised, ids, None if patterns is None else mask
 
 
@@ -56,6 +57,7 @@ def norm_route_patterns_problem(
     *,
     patterns: Tensor | None = None,
     tap: str = "residual",
+    early: bool = False,
 ) -> Problem:
     """The facts that decide the backend; raises UnsupportedError for what no backend takes."""
     op = "norm_route_patterns"
@@ -82,7 +84,7 @@ def norm_route_patterns_problem(
     "wide_kernels::norm_route_patterns",
     mutates_args=(),
     schema="(Tensor x, Tensor norm_weight, Tensor w1, Tensor b1, Tensor w2, Tensor b2, Tensor numbers,"
-    " Tensor? patterns, float eps, str tap, str backend) -> (Tensor, Tensor, Tensor)",
+    " Tensor? patterns, float eps, str tap, bool early, str backend) -> (Tensor, Tensor, Tensor)",
 )
 def _norm_route_patterns(
     x: Tensor,
@@ -95,12 +97,13 @@ def _norm_route_patterns(
     patterns: Tensor | None,
     eps: float,
     tap: str,
+    early: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if backend == "triton":
         from wide_kernels.norm_route.triton import norm_and_choose
 
-        return norm_and_choose(x, norm_weight, w1, b1, w2, b2, numbers, patterns, eps, tap)
+        return norm_and_choose(x, norm_weight, w1, b1, w2, b2, numbers, patterns, eps, tap, early)
     normalised, ids = norm_route_patterns_reference(x, norm_weight, w1, b1, w2, b2, numbers, eps, tap)
     empty = torch.empty(0, 0, dtype=torch.bool, device=x.device)
     return normalised, ids, empty if patterns is None else pattern_mask(ids, patterns)

@@ -11,17 +11,18 @@ halves are two launches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from wide_kernels.counters import counters
 from wide_kernels.dispatch import multiprocessors, on_device_of
 from wide_kernels.meeting import meet
-from wide_kernels.norm_route.configs import GROUPS_AT_ONCE, PATTERNS_AT_ONCE, chunk_config
+from wide_kernels.norm_route import few_rows
+from wide_kernels.norm_route.configs import GROUPS_AT_ONCE, PATTERNS_AT_ONCE, chunk_config, row_config
+from wide_kernels.norm_route.heads import Head, differences, scoring
 from wide_kernels.norm_route.reference import TAP_EPS
 from wide_kernels.tuning.tiles import padded_rows
 
@@ -35,35 +36,10 @@ def tf32_parts(w):
 
 
 @triton.jit
-def differences(w2, b2, first, N_G, R: tl.constexpr, RP: tl.constexpr, BG: tl.constexpr):
-    """Weights [RP, BG] and bias [BG] of z = execute logit - skip logit, for BG groups."""
-    rank = tl.arange(0, RP)
-    group = first + tl.arange(0, BG)
-    weights = w2 + (2 * group)[None, :] * R + rank[:, None]
-    known = group < N_G
-    square = (rank < R)[:, None] & known[None, :]
-    weight = tl.load(weights, mask=square, other=0.0) - tl.load(weights + R, mask=square, other=0.0)
-    bias = tl.load(b2 + 2 * group, mask=known, other=0.0) - tl.load(b2 + 2 * group + 1, mask=known, other=0.0)
-    return weight, bias
-
-
-@triton.jit
-def scoring(w2, b2, segment, first, C: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, BG: tl.constexpr):
-    """Weights [RP, BG] and bias [BG] of the scores of BG patterns of a segment; past the last one the bias is -inf."""
-    rank = tl.arange(0, RP)
-    pattern = first + tl.arange(0, BG)
-    known = pattern < C
-    entry = segment * C + pattern
-    square = (rank < R)[:, None] & known[None, :]
-    weight = tl.load(w2 + entry[None, :] * R + rank[:, None], mask=square, other=0.0)
-    return weight, tl.load(b2 + entry, mask=known, other=float("-inf"))
-
-
-@triton.jit
 def sum_of_chunks(partial, row, inside, rows, CHUNKS: tl.constexpr):
     """The sum over all chunks of partial[chunk, row]."""
     total = tl.zeros(row.shape, tl.float32)
-    for c in range(0, CHUNKS):
+    for c in tl.range(0, CHUNKS, loop_unroll_factor=8):  # so many loads are under way together
         total += tl.load(partial + c * rows + row, mask=inside, other=0.0, cache_modifier=".cg")
     return total
 
@@ -86,7 +62,7 @@ def bottleneck(
     rank = tl.arange(0, RP)
     inside = row < rows
     whole = tl.zeros((row.shape[0], RP), tl.float32)
-    for c in range(0, CHUNKS):
+    for c in tl.range(0, CHUNKS, loop_unroll_factor=8):  # so many loads are under way together
         part = hidden + (c * rows + row)[:, None] * RP + rank[None, :]
         whole += tl.load(part, mask=inside[:, None], other=0.0, cache_modifier=".cg")
     if NORMALISED:  # w1 (s x) = s (w1 x)
@@ -189,6 +165,7 @@ def chunk_kernel(
     BN: tl.constexpr,
     BG: tl.constexpr,
     BW: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One chunk of D of BM rows. HALVES: "first", "second", or "both" with a wait between them.
 
@@ -202,6 +179,9 @@ def chunk_kernel(
     inside = row < rows
     k = tl.arange(0, BK)
     offset = row[:, None] * D + (chunk * BD + k)[None, :]
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     if HALVES != "second":
         rank = tl.arange(0, RP)
         acc = tl.zeros((BM, RP), tl.float32)
@@ -265,28 +245,15 @@ def chunk_kernel(
                 decide(whole, weight, bias, decided, some, column * BG, rows, N_G, BG)
 
 
-@dataclass(frozen=True)
-class Head:
-    """What follows the bottleneck: weights, biases and results of a decision, and the kernel's sizes for it."""
-
-    w2: Tensor
-    b2: Tensor
-    numbers: Tensor
-    patterns: Tensor
-    ids: Tensor
-    decided: Tensor
-    sizes: dict[str, int]
-
-
 def norm_and_decide(
-    x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float, tap: str
+    x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float, tap: str, early: bool
 ) -> tuple[Tensor, Tensor]:
     """`norm_route` for a contiguous x [T, D]."""
     groups = w2.shape[0] // 2
     decided = torch.empty(x.shape[0], groups, dtype=torch.uint8, device=x.device)
     sizes = {"N_G": groups, "SEGMENTS": 0, "C": 0, "NUMBERED": 0, "WIDTH": 0, "BW": 16}
     head = Head(w2, b2, decided, decided, decided, decided, sizes)  # no numbers, patterns and ids
-    return _norm_and_route(x, norm_weight, w1, b1, head, eps, tap), decided.view(torch.bool)
+    return _norm_and_route(x, norm_weight, w1, b1, head, eps, tap, early), decided.view(torch.bool)
 
 
 def norm_and_choose(
@@ -300,6 +267,7 @@ def norm_and_choose(
     patterns: Tensor | None,
     eps: float,
     tap: str,
+    early: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`norm_route_patterns` for a contiguous x [T, D]; without patterns the mask has no rows."""
     rows = x.shape[0]
@@ -315,10 +283,12 @@ def norm_and_choose(
         block = min(padded_rows(width), GROUPS_AT_ONCE)
         sizes |= {"NUMBERED": numbered, "WIDTH": width, "BW": block}
         head = Head(w2, b2, numbers, patterns.view(torch.uint8), ids, decided, sizes)
-    return _norm_and_route(x, norm_weight, w1, b1, head, eps, tap), ids, decided.view(torch.bool)
+    return _norm_and_route(x, norm_weight, w1, b1, head, eps, tap, early), ids, decided.view(torch.bool)
 
 
-def _norm_and_route(x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, head: Head, eps: float, tap: str) -> Tensor:
+def _norm_and_route(
+    x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, head: Head, eps: float, tap: str, early: bool
+) -> Tensor:
     """Normalised x; fills the results of the head."""
     rows, size = x.shape
     rank = w1.shape[-2]
@@ -329,15 +299,22 @@ def _norm_and_route(x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, head
     # A 16-bit x is exact in tf32, and w1 in two parts of it: two products on tensor cores are as good as fp32.
     parts = w1.shape[0] if w1.dim() == 3 else 1 if x.dtype is torch.float32 else 2
     with on_device_of(x):
-        config = chunk_config(rows, size, x.dtype) | head.sizes
+        kernel, few = chunk_kernel, row_config(rows, size, padded, x.dtype, x.device)
+        if few is not None:
+            kernel, config = few_rows.row_kernel, few | {"EARLY": early}
+            parts = w1.shape[0] if w1.dim() == 3 else 1
+        else:
+            config = chunk_config(rows, size, x.dtype, x.device)
+        config |= head.sizes
         together = config.pop("TOGETHER") and x.is_cuda
-        chunks, tiles = triton.cdiv(size, config["BD"]), triton.cdiv(rows, config["BM"])
+        chunks = triton.cdiv(size, config["BD"])
+        tiles = rows if few is not None else triton.cdiv(rows, config["BM"])
         squares = torch.empty(chunks, rows, dtype=torch.float32, device=x.device)
         hidden = torch.empty(chunks, rows, padded, dtype=torch.float32, device=x.device)
         together = together and 1 < chunks <= multiprocessors(x.device)
         counter = counters("meeting", x.device, tiles) if together else squares  # not followed then
         for halves in ("both",) if together else ("first", "second"):
-            chunk_kernel[(chunks, tiles)](
+            kernel[(chunks, tiles)](
                 x, norm_weight, w1, b1, head.w2, head.b2, head.numbers, head.patterns, squares, hidden, out,
                 head.ids, head.decided, counter, rows, eps, D=size, R=rank, NORMALISED=tap == "normalised",
                 TAP_EPS=TAP_EPS, PARTS=parts, HALVES=halves, RP=padded, **config,

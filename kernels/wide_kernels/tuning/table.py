@@ -22,6 +22,7 @@ TUNED = {
     "few_rows_gated": "gated_mlp_up",
     "few_rows_k": "gemm_k",
     "norm_route": "norm_route",
+    "norm_row": "norm_route",
 }
 
 Entries = Mapping[str, int]
@@ -44,13 +45,6 @@ def _halves(kernel: str, rows: int, width: int, **entries: int) -> dict[Key, Ent
 # Family -> key -> entries that replace what the launchers compute from the sizes. Only measured winners belong here.
 TABLES: Mapping[str, Mapping[Key, Entries]] = {
     "sm_90": {
-        # Each kernel of a decode step starts while the one before it ends: 47.0 against 48.1 us for a whole FFN.
-        **{
-            key: entries
-            for kernel in ("vector_gated", "vector_mn", "vector_k")
-            for width in (16, 32, 64, 128, 256, 512, 1024)
-            for key, entries in _halves(kernel, 1, width, PDL=1).items()
-        },
         **_halves("few_rows_k", 64, 128, num_stages=5, SPLITS=4),
         **_halves("few_rows_k", 128, 128, SPLITS=4),
         **_halves("few_rows_mn", 64, 128, BK=128, num_stages=3),

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from wide_kernels.activations import activate
+from widecli.engine.weights import Norm
+
+
+def normalise(x: Tensor, norm: Norm) -> Tensor:
+    """RMSNorm over the last dimension."""
+    if x.is_cuda and x.dim() == 2:
+        from widecli.engine import fused_triton
+
+        return fused_triton.normalise(x, norm)
+    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
 
 
 def activate_gate(gate_up: Tensor, activation: str) -> Tensor:

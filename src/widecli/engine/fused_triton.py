@@ -1,7 +1,8 @@
 """Triton: the element-wise steps of `fused.py`, one launch each.
 
 A compiled torch function did the same at a tenth of the memory's speed (1.07 ms a layer for 16384 tokens of
-Llama-3.1-8B shapes on an H200) and cost every process seconds of compilation.
+Llama-3.1-8B shapes on an H200) and cost every process seconds of compilation. PyTorch's own RMSNorm takes 4.2 us for
+one row there, this one 1.0. In a decode step each launch starts while the one before it ends (PDL).
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -11,12 +12,33 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from wide_kernels.dispatch import on_device_of
+from wide_kernels.dispatch import is_hopper, on_device_of
 from wide_kernels.gemm_mn.triton import activated
+from widecli.engine.weights import Norm
 
 ACTIVATION_BLOCK = 2048
 HEADS_AT_ONCE = 8
+DECODE_ROWS = 128
+
+
+@triton.jit(do_not_specialize=["stride"])
+def normalise_kernel(
+    x, weight, out, stride, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """One row, with Llama's roundings: scaled and rounded, then times the weight and rounded."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, PADDED)
+    known = i < SIZE
+    gain = tl.load(weight + i, mask=known, other=0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.load(x + row * stride + i, mask=known, other=0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
+    scaled = (value * scale).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * SIZE + i, (scaled * gain).to(out.dtype.element_ty), mask=known)
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -34,8 +56,12 @@ def activate_kernel(gate_up, out, stride, WIDTH: tl.constexpr, ACTIVATION: tl.co
 def rotate_kernel(
     q, k, v, cos, sin, out, k_slots, v_slots, slots, q_stride, k_stride, v_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one row: queries and keys rotated, values copied; heads count through q, k and v."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     i = tl.arange(0, HALF_PADDED)
@@ -68,6 +94,26 @@ def rotate_kernel(
     tl.store(v_slots + slot_offset + HALF, tl.load(v + row * v_stride + offset + HALF, mask=in_v, other=0), mask=in_v)
 
 
+def normalise(x: Tensor, norm: Norm) -> Tensor:
+    """See `fused.normalise`; rows of x [rows, size] may stand apart."""
+    rows, size = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    padded = triton.next_power_of_2(size)
+    if rows:
+        with on_device_of(x):
+            normalise_kernel[(rows,)](
+                x, norm.weight, out, x.stride(0), norm.eps, size, padded, **_overlap(x, rows),
+                num_warps=min(8, max(1, padded // 512)),
+            )  # fmt: skip
+    return out
+
+
+def _overlap(x: Tensor, rows: int) -> dict[str, int]:
+    """Launch options: in a decode step a launch starts while the one before it ends."""
+    return {"PDL": 1, "launch_pdl": 1} if rows <= DECODE_ROWS and is_hopper(x.device) else {"PDL": 0}
+
+
 def activate_gate(gate_up: Tensor, activation: str) -> Tensor:
     """See `fused.activate_gate`; rows of `gate_up` may stand apart."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -92,6 +138,7 @@ def rotate_and_store(
         with on_device_of(q):
             rotate_kernel[(rows, triton.cdiv(heads + 2 * kv_heads, HEADS_AT_ONCE))](
                 q, k, v, cos, sin, out, k_slots, v_slots, slots, q.stride(0), k.stride(0), v.stride(0),
-                heads, kv_heads, size // 2, triton.next_power_of_2(size // 2), HEADS_AT_ONCE, num_warps=2,
+                heads, kv_heads, size // 2, triton.next_power_of_2(size // 2), HEADS_AT_ONCE, **_overlap(q, rows),
+                num_warps=2,
             )  # fmt: skip
     return out

@@ -171,8 +171,7 @@ def _routed_layers(
             norm = weights.layers[index].ffn_norm if name == "ffn" else weights.layers[index].attention_norm
             codebook = patterns[name] if name in patterns else None  # noqa: SIM401
             router = cast(Router, ours[name])
-            always = 0 if name == "ffn" else _key_value_groups(weights.shape, router.groups)
-            made[name] = Decision(taken, router, norm, masks, codebook, by_pattern=name == "ffn", always=always)
+            made[name] = Decision(taken, router, norm, masks, codebook, by_pattern=name == "ffn")
             parts: tuple[PartName, ...] = ("attention", "ffn") if name == "shared" else (cast(PartName, name),)
             decisions |= {(index, part): (groups, made[name].groups) for part in parts}
             taken += 1
@@ -182,10 +181,3 @@ def _routed_layers(
         segments = 1 if size is None or size.complete else size.segments
         layers.append(Layer(index, weights, attention, made.get("ffn"), layer.shared, segments))
     return tuple(layers), decisions
-
-
-def _key_value_groups(shape: ModelShape, groups: int) -> int:
-    """How many groups of the queries' width the rows of keys and values make; 0 where they do not divide."""
-    width = shape.num_attention_heads // groups  # heads
-    rest = 2 * shape.num_key_value_heads
-    return 0 if rest % width else rest // width

@@ -69,7 +69,7 @@ class PatternRouter:
         """x [rows, D] -> (normalised x, the best pattern of each segment, with its mask if `masked`)."""
         normalised, ids, mask = wk.norm_route_patterns(
             x, self._norm.weight, *self._first, *self._second, self._norm.eps,
-            patterns=self.patterns if masked else None, tap=self._tap,
+            patterns=self.patterns if masked else None, tap=self._tap, early=True,
         )  # fmt: skip
         return normalised, Choice(ids, self.patterns, mask)
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import wide_kernels as wk
@@ -42,11 +41,8 @@ class Route:
 class Masks(Protocol):
     """Decides in place of the routers."""
 
-    def take(self, index: int, learned: Tensor, always: int = 0) -> Tensor:
-        """The mask of decision `index` in place of what its router says, bool [rows, N]; no host sync.
-
-        The last `always` columns are no groups of the decision: they stay True.
-        """
+    def take(self, index: int, learned: Tensor) -> Tensor:
+        """The mask of decision `index` in place of what its router says, bool [rows, N]; no host sync."""
 
     def choose(self, index: int, learned: Choice) -> Choice:
         """The same for rows that pick patterns."""
@@ -65,18 +61,16 @@ class RandomMasks:
         self.sparsity = sparsity
         self.seed = seed
         self._masks: dict[tuple[int, int, int], Tensor] = {}
-        self._always: dict[tuple[int, int, int], int] = {}
         self._ids: dict[tuple[int, int, int], Tensor] = {}
         self._patterns: dict[int, Tensor] = {}
         self._chosen: dict[tuple[int, int, int], Tensor] = {}  # the masks of `_ids`, where they are asked for
         self._numbered: dict[tuple[int, float, int], Tensor] = {}  # by index, sparsity, seed: numbering takes a while
 
-    def take(self, index: int, learned: Tensor, always: int = 0) -> Tensor:
+    def take(self, index: int, learned: Tensor) -> Tensor:
         """The mask of decision `index`, of the shape of `learned`."""
         key = (index, *learned.shape)
         if key not in self._masks:
-            self._masks[key] = torch.ones_like(learned)
-            self._always[key] = always
+            self._masks[key] = torch.empty_like(learned)
             self._draw(key)
         return self._masks[key]
 
@@ -122,7 +116,7 @@ class RandomMasks:
         self._chosen.clear()
 
     def _draw(self, key: tuple[int, int, int]) -> None:
-        mask = self._masks[key][:, : key[2] - self._always[key]]
+        mask = self._masks[key]
         mask.copy_(torch.rand(mask.shape, generator=self._generator(key[0], mask), device=mask.device) >= self.sparsity)
 
     def _draw_ids(self, key: tuple[int, int, int]) -> None:
@@ -149,9 +143,6 @@ class Decision:
 
     With a codebook rows pick patterns: `by_pattern` hands on what they picked, else it is made the mask that it is. A
     codebook with all patterns there are decides group by group.
-
-    `always` more groups that every row runs can be had behind its own: the mask of a projection that does more than
-    what is routed. The router is given outputs for them that say so, which costs no launch.
     """
 
     def __init__(
@@ -162,7 +153,6 @@ class Decision:
         masks: Masks | None,
         codebook: Codebook | None = None,
         by_pattern: bool = False,
-        always: int = 0,
     ) -> None:
         self.index = index
         self.groups = router.groups
@@ -171,34 +161,19 @@ class Decision:
         self._norm = norm
         self._tap = router.tap
         self._patterns = None if codebook is None or codebook.size.complete else PatternRouter(router, codebook, norm)
-        self.always = always if self._patterns is None else 0
-        if self._patterns is not None:
-            return
         self._first = (first_weight(router, norm), router.down.bias.detach())
-        w2, b2 = router.up.weight.detach(), router.up.bias.detach()
-        self._outputs = (w2, b2)
-        certain = b2.new_tensor([1.0, 0.0]).repeat(self.always)  # execute, skip
-        self._more_outputs = (F.pad(w2, (0, 0, 0, len(certain))), torch.cat((b2, certain)))
+        self._second = (router.up.weight.detach(), router.up.bias.detach())
 
-    def take(self, x: Tensor, extended: bool = False, masked: bool = False) -> tuple[Tensor, Tensor | Choice]:
-        """x [rows, D] -> (normalised x, mask bool [rows, N] or the rows' choice).
-
-        `extended`: a mask [rows, N + always]. `masked`: the choice comes with its mask.
-        """
+    def take(self, x: Tensor, masked: bool = False) -> tuple[Tensor, Tensor | Choice]:
+        """x [rows, D] -> (normalised x, mask bool [rows, N] or the rows' choice, with its mask if `masked`)."""
         if self._patterns is not None:
             normalised, choice = self._patterns.choose(x, masked or not self._by_pattern)
             if self.masks is not None:
                 choice = self.masks.choose(self.index, choice)
             return normalised, choice if self._by_pattern else choice.mask
-        outputs = self._more_outputs if extended else self._outputs
         normalised, mask = wk.norm_route(
-            x, self._norm.weight, *self._first, *outputs, self._norm.eps, tap=self._tap
-        )  # fmt: skip
+            x, self._norm.weight, *self._first, *self._second, self._norm.eps, tap=self._tap, early=True
+        )
         if self.masks is not None:
-            mask = self.masks.take(self.index, mask, self.always if extended else 0)
+            mask = self.masks.take(self.index, mask)
         return normalised, mask
-
-
-def normalise(x: Tensor, norm: Norm) -> Tensor:
-    """RMSNorm over the last dimension."""
-    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from widecli.engine.cache import KVCache
+from widecli.engine.fused import normalise
 from widecli.engine.graphs import Recorded
 from widecli.engine.layer import Layer
 from widecli.engine.ranges import within
 from widecli.engine.rotary import rotary_tables
-from widecli.engine.routing import normalise
 from widecli.engine.statistics import SkipCounter
 from widecli.engine.steps import DecodeStep, PrefillStep, Step
 from widecli.engine.weights import ModelWeights

@@ -71,7 +71,10 @@ def _native_code_quiet() -> Iterator[None]:
 
 
 def device_times(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Milliseconds of device work by the range in which it was launched; without one it is `other`."""
+    """Milliseconds of device work by the range in which it was launched; without one it is `other`.
+
+    A kernel that starts while the one before it still runs counts from that one's end: until then it mostly waits.
+    """
     ranges = _ranges(events)
     starts = [begin for begin, _, _ in ranges]
     launched: dict[int, float] = {}
@@ -79,14 +82,15 @@ def device_times(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {}):
             launched[event["args"]["correlation"]] = event["ts"]
     times: dict[str, float] = {}
-    for event in events:
-        if event.get("cat") not in _ON_DEVICE:
-            continue
+    busy = float("-inf")  # until then
+    for event in sorted((event for event in events if event.get("cat") in _ON_DEVICE), key=lambda event: event["ts"]):
+        end = event["ts"] + event["dur"]
         part = OTHER
         when = launched.get(event.get("args", {}).get("correlation", -1))
         if when is not None and (at := bisect.bisect_right(starts, when) - 1) >= 0 and when <= ranges[at][1]:
             part = ranges[at][2]
-        times[part] = times.get(part, 0.0) + event["dur"] / 1e3
+        times[part] = times.get(part, 0.0) + max(0.0, end - max(event["ts"], busy)) / 1e3
+        busy = max(busy, end)
     return times
 
 

@@ -1,0 +1,139 @@
+"""Triton, one row (decode): the down projection with the skipped groups' weights left unread.
+
+Such a product waits for memory only. Every program owns some output columns, that is rows of the weight, and walks
+along them in the order of memory: fp32 sums in registers, one program for all of K. It finds the groups that run from
+the mask and takes as many as fill a step, so every load of a step is one that counts; groups too narrow to be looked up
+in time are walked over with the loads of skipped ones switched off.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from wide_kernels.dispatch import is_hopper, on_device_of
+from wide_kernels.tuning.lookup import overlapped, tuned
+from wide_kernels.tuning.tiles import largest_power, padded_rows
+
+MOST_COMPARED = 8192  # (groups of a step) x (all groups): what finding the groups of a step takes
+
+
+@triton.jit
+def depths(mask, before, active, first, K: tl.constexpr, G: tl.constexpr, AT_ONCE: tl.constexpr, BC: tl.constexpr):
+    """(where each of BC chunks of 8 values begins, whether it counts) in the step from `first` on.
+
+    With AT_ONCE a step takes so many of the `active` groups that run, `before` [N_G] of which come up to each group;
+    else BC chunks of K in a row.
+    """
+    chunk = tl.arange(0, BC) * 8
+    if AT_ONCE > 0:
+        place = first + tl.arange(0, AT_ONCE)
+        group = tl.sum((before[None, :] <= place[:, None]).to(tl.int32), 1)
+        PIECES: tl.constexpr = BC // AT_ONCE
+        spread = tl.reshape(tl.broadcast_to(group[:, None], (AT_ONCE, PIECES)), (BC,))
+        places = tl.reshape(tl.broadcast_to(place[:, None], (AT_ONCE, PIECES)), (BC,))
+        return spread * G + chunk % G, places < active
+    depth = first + chunk
+    return depth, tl.load(mask + depth // G, mask=depth < K, other=0) != 0
+
+
+@triton.jit
+def weights_of(weight, columns, depth, counts, K: tl.constexpr):
+    """weight[columns, depth ... + 8] as [BC, BN, 8], zeros where it does not count."""
+    # Chunks come first in the tile: neighbouring threads then read neighbouring chunks of one row.
+    offset = columns[None, :, None].to(tl.int64) * K + (depth[:, None] + tl.arange(0, 8)[None, :])[:, None, :]
+    return tl.load(weight + offset, mask=counts[:, None, None], other=0.0)
+
+
+@triton.jit
+def products_with(h, tile, depth, counts):
+    """Sums [BC, BN] of a tile of weights times the row's values there."""
+    a = tl.load(h + depth[:, None] + tl.arange(0, 8)[None, :], mask=counts[:, None], other=0.0)
+    return tl.sum(a.to(tl.float32)[:, None, :] * tile.to(tl.float32), 2)
+
+
+@triton.jit
+def vector_kernel(
+    h,
+    weight,
+    residual,
+    out,
+    mask,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    NP: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+    BN: tl.constexpr,
+    BC: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """One row times BN columns. A step takes BC chunks of 8 values, 16 bytes in half precision."""
+    if PDL and not EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    columns = tl.program_id(0) * BN + tl.arange(0, BN)
+    before = tl.arange(0, NP)
+    end = K
+    STEP: tl.constexpr = AT_ONCE if AT_ONCE > 0 else BC * 8
+    if AT_ONCE > 0:
+        group = tl.arange(0, NP)
+        runs = tl.load(mask + group, mask=group < K // G, other=0).to(tl.int32)
+        before = tl.cumsum(runs, 0)
+        end = tl.sum(runs, 0)
+    depth, counts = depths(mask, before, end, 0, K, G, AT_ONCE, BC)
+    tile = weights_of(weight, columns, depth, counts, K)
+    if PDL and EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    if AHEAD:
+        acc = tl.zeros((BC, BN), tl.float32)
+        for first in range(STEP, end, STEP):
+            next_depth, next_counts = depths(mask, before, end, first, K, G, AT_ONCE, BC)
+            next_tile = weights_of(weight, columns, next_depth, next_counts, K)
+            acc += products_with(h, tile, depth, counts)
+            tile, depth, counts = next_tile, next_depth, next_counts
+        acc += products_with(h, tile, depth, counts)
+    else:
+        acc = products_with(h, tile, depth, counts)
+        for first in range(STEP, end, STEP):
+            depth, counts = depths(mask, before, end, first, K, G, AT_ONCE, BC)
+            tile = weights_of(weight, columns, depth, counts, K)
+            acc += products_with(h, tile, depth, counts)
+    y = tl.sum(acc, 0)
+    if HAS_RESIDUAL:
+        y += tl.load(residual + columns).to(tl.float32)
+    tl.store(out + columns, y.to(out.dtype.element_ty))
+
+
+def vector_config(columns: int, depth: int, width: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+    """As in `gemm_mn`; AT_ONCE groups fill a step, 0 where they do not fill it evenly or are too many to look up."""
+    config = {"BN": 4, "BC": 128, "num_warps": 4, "AHEAD": 0, "PDL": int(is_hopper(device))}
+    config |= tuned("vector_k", 1, width, dtype)
+    config["BN"] = largest_power(columns, config["BN"])
+    config["BC"] = min(config["BC"], padded_rows(-(-depth // 8)))
+    groups = padded_rows(depth // width)
+    at_once, rest = divmod(config["BC"] * 8, width)
+    if rest or at_once * groups > MOST_COMPARED:
+        at_once = 0
+    return overlapped({"AT_ONCE": at_once} | config | {"NP": groups})
+
+
+def project(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None, early: bool) -> Tensor:
+    """`gemm_k` for h [1, K]; the order of the sums is fixed."""
+    depth, columns = h.shape[1], weight.shape[0]
+    width = depth // mask.shape[1]
+    out = torch.empty(1, columns, dtype=h.dtype, device=h.device)
+    with on_device_of(h):
+        config = vector_config(columns, depth, width, h.dtype, h.device)
+        vector_kernel[(columns // config["BN"],)](
+            h, weight, out if residual is None else residual.contiguous(), out, mask.contiguous().view(torch.uint8),
+            depth, width, HAS_RESIDUAL=residual is not None, EARLY=early, **config,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,145 @@
+"""Triton, one row (decode): fp32 sums in registers, no tensor core, a few columns of the weight a program.
+
+Such a product waits for memory only. Programs of skipped groups write zeros and leave; the rest come in the order of
+memory, so many to a multiprocessor that nothing need be fetched ahead. What no decision can skip is fetched before the
+row itself is there, while the launch before this one ends.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from wide_kernels.dispatch import is_hopper, on_device_of
+from wide_kernels.gemm_mn.triton import activated
+from wide_kernels.tuning.lookup import overlapped, tuned
+from wide_kernels.tuning.tiles import largest_power, padded_rows
+
+
+@triton.jit
+def weights_of(weight, columns, chunk, first, K: tl.constexpr, BC: tl.constexpr):
+    """weight[columns, first + chunk ... + 8] as [BC, BN, 8], zeros beyond K."""
+    # Chunks come first in the tile: neighbouring threads then read neighbouring chunks of one row.
+    offset = columns[None, :, None].to(tl.int64) * K + (chunk[:, None] + tl.arange(0, 8)[None, :])[:, None, :]
+    if K % (BC * 8) == 0:
+        return tl.load(weight + first + offset)
+    return tl.load(weight + first + offset, mask=(first + chunk < K)[:, None, None], other=0.0)
+
+
+@triton.jit
+def products_with(x, tile, chunk, first, K: tl.constexpr, BC: tl.constexpr):
+    """Sums [BC, BN] of a tile of weights times the row's values there."""
+    depth = chunk[:, None] + tl.arange(0, 8)[None, :]
+    if K % (BC * 8) == 0:
+        a = tl.load(x + first + depth)
+    else:
+        a = tl.load(x + first + depth, mask=(first + chunk < K)[:, None], other=0.0)
+    return tl.sum(a.to(tl.float32)[:, None, :] * tile.to(tl.float32), 2)
+
+
+@triton.jit
+def vector_kernel(
+    x,
+    weight,
+    weight_up,
+    bias,
+    out,
+    mask,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALWAYS: tl.constexpr,
+    EARLY: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+    BN: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """One row times BN columns of one group. A step takes BC chunks of 8 values, 16 bytes in half precision.
+
+    The mask has GROUPS groups, ALWAYS more follow that run whatever it says.
+    """
+    columns = tl.program_id(0) * BN + tl.arange(0, BN)
+    group = tl.program_id(0) * BN // G
+    chunk = tl.arange(0, BC) * 8
+    always = group >= GROUPS
+    if EARLY:
+        tile = tl.zeros((BC, BN, 8), weight.dtype.element_ty)
+        tile_up = tile
+        if always:
+            tile = weights_of(weight, columns, chunk, 0, K, BC)
+            if GATED:
+                tile_up = weights_of(weight_up, columns, chunk, 0, K, BC)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    y = tl.zeros((BN,), tl.float32)
+    if ALWAYS == 0:
+        runs = tl.load(mask + group) != 0
+    elif GROUPS == 0:
+        runs = always
+    else:
+        runs = always | (tl.load(mask + tl.minimum(group, GROUPS - 1)) != 0)
+    if runs:
+        acc = tl.zeros((BC, BN), tl.float32)
+        acc_up = tl.zeros((BC, BN), tl.float32)
+        begin = 0
+        if EARLY:
+            if always:
+                begin = BC * 8
+                acc = products_with(x, tile, chunk, 0, K, BC)
+                if GATED:
+                    acc_up = products_with(x, tile_up, chunk, 0, K, BC)
+        for first in range(begin, K, BC * 8):
+            tile = weights_of(weight, columns, chunk, first, K, BC)
+            if GATED:
+                acc_up += products_with(x, weights_of(weight_up, columns, chunk, first, K, BC), chunk, first, K, BC)
+            acc += products_with(x, tile, chunk, first, K, BC)
+        y = tl.sum(acc, 0)
+        if HAS_BIAS:
+            y += tl.load(bias + columns).to(tl.float32)
+        y = activated(y, ACTIVATION)
+        if GATED:
+            y *= tl.sum(acc_up, 0)
+    tl.store(out + columns, y.to(out.dtype.element_ty))
+
+
+def vector_config(depth: int, width: int, gated: bool, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+    """Steps of 16 KB straight to registers; so many programs are resident that nothing need be ahead."""
+    config = {"BN": 2 if gated else 4, "BC": 256, "num_warps": 4, "PDL": int(is_hopper(device))}
+    config |= tuned("vector_gated" if gated else "vector_mn", 1, width, dtype)
+    config["BN"] = largest_power(width, config["BN"])
+    config["BC"] = min(config["BC"], padded_rows(-(-depth // 8)))
+    return overlapped(config)
+
+
+def project(
+    x: Tensor,
+    weight: Tensor,
+    weight_up: Tensor | None,
+    mask: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    always: int,
+    early: bool,
+) -> Tensor:
+    """`gemm_mn`, or with `weight_up` `gated_mlp_up`, for x [1, K]."""
+    depth, columns = x.shape[1], weight.shape[0]
+    groups = mask.shape[1]
+    width = columns // (groups + always)
+    gated = weight_up is not None
+    out = torch.empty(1, columns, dtype=x.dtype, device=x.device)
+    with on_device_of(x):
+        config = vector_config(depth, width, gated, x.dtype, x.device)
+        vector_kernel[(columns // config["BN"],)](
+            x, weight, weight if weight_up is None else weight_up, weight if bias is None else bias, out,
+            mask.contiguous().view(torch.uint8), depth, width, groups, always, early and always > 0, gated,
+            bias is not None, activation or "none", **config,
+        )  # fmt: skip
+    return out

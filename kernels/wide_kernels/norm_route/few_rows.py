@@ -1,0 +1,156 @@
+"""Triton, a few rows (decode): norm and decision of a row by programs that each own a chunk of D and nothing else.
+
+Nothing here waits for memory's speed, all of it for its latency, so the trips count: one for x, one for the meeting,
+one for everybody's sums, which are added up in a fixed order. The weights need not wait for x: with `early` they are
+fetched while the launch before this one ends. No tensor core: one row would fill a sixteenth of it. The decision is
+made as in triton.py, whose kernel is for more rows.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from wide_kernels.meeting import meet
+from wide_kernels.norm_route.heads import differences, scoring
+
+
+@triton.jit
+def added_up(partial, row, rank, CHUNKS: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr):
+    """The sum over all chunks of partial[row, chunk, rank]."""
+    chunk = tl.arange(0, CP)
+    part = partial + (row * CHUNKS + chunk)[:, None] * RP + rank[None, :]
+    return tl.sum(tl.load(part, mask=(chunk < CHUNKS)[:, None], other=0.0, cache_modifier=".cg"), 0)
+
+
+@triton.jit
+def mean_square(squares, row, D: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr):
+    """Of a row, from all chunks' sums of squares."""
+    chunk = tl.arange(0, CP)
+    parts = tl.load(squares + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0, cache_modifier=".cg")
+    return tl.sum(parts, 0) / D
+
+
+@triton.jit
+def scores_with(whole, weight, bias):
+    """z [BG] of one row: whole [RP] times weight [RP, BG], plus bias."""
+    return tl.sum(whole[:, None] * weight, 0) + bias
+
+
+@triton.jit
+def row_kernel(
+    x,
+    norm_weight,
+    w1,
+    b1,
+    w2,
+    b2,
+    numbers,
+    patterns,
+    squares,
+    hidden,
+    out,
+    ids,
+    decided,
+    counter,
+    rows,
+    eps,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    N_G: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    C: tl.constexpr,
+    NUMBERED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    TAP_EPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    HALVES: tl.constexpr,
+    RP: tl.constexpr,
+    BD: tl.constexpr,
+    CP: tl.constexpr,
+    BG: tl.constexpr,
+    BW: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One chunk of D of one row. HALVES: "first", "second", or "both" with a wait between them.
+
+    A row decides on N_G groups, or with SEGMENTS > 0 picks one of C patterns in each and stores its number and, with a
+    WIDTH, its groups out of `patterns` [SEGMENTS, NUMBERED, WIDTH].
+    """
+    CHUNKS: tl.constexpr = (D + BD - 1) // BD
+    ACROSS: tl.constexpr = SEGMENTS if SEGMENTS > 0 else (N_G + BG - 1) // BG
+    chunk = tl.program_id(0)
+    row = tl.program_id(1)
+    d = chunk * BD + tl.arange(0, BD)
+    known = d < D
+    rank = tl.arange(0, RP)
+    if PDL and not EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    gain = tl.load(norm_weight + d, mask=known, other=0.0)
+    # Every chunk decides for some groups, or in some segment; those beyond ACROSS have nothing to decide.
+    if SEGMENTS > 0:
+        weight, bias = scoring(w2, b2, chunk % ACROSS, 0, C, R, RP, BG)
+    else:
+        weight, bias = differences(w2, b2, (chunk % ACROSS) * BG, N_G, R, RP, BG)
+    first_bias = tl.load(b1 + rank, mask=rank < R, other=0.0)
+    square = (rank < R)[:, None] & known[None, :]
+    place = w1 + rank[:, None] * D + d[None, :]
+    down = tl.load(place, mask=square, other=0.0).to(tl.float32)
+    if PARTS > 1:
+        for piece in tl.static_range(1, PARTS):
+            down += tl.load(place + piece * R * D, mask=square, other=0.0).to(tl.float32)
+    if PDL and EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.load(x + row * D + d, mask=known, other=0.0).to(tl.float32)
+    if HALVES != "second":
+        tl.store(hidden + (row * CHUNKS + chunk) * RP + rank, tl.sum(down * value[None, :], 1))
+        tl.store(squares + row * CHUNKS + chunk, tl.sum(value * value, 0))
+    if HALVES == "both":
+        meet(counter + row, chunk, CHUNKS)
+    if HALVES != "first":
+        mean = mean_square(squares, row, D, CHUNKS, CP)
+        dtype: tl.constexpr = out.dtype.element_ty
+        # Llama's order of roundings: scaled and rounded, then times the weight and rounded.
+        scaled = (value * tl.rsqrt(mean + eps)).to(dtype).to(tl.float32)
+        tl.store(out + row * D + d, (scaled * gain.to(tl.float32)).to(dtype), mask=known)
+        if chunk < ACROSS:
+            whole = added_up(hidden, row, rank, CHUNKS, CP, RP)
+            if NORMALISED:  # w1 (s x) = s (w1 x)
+                whole *= tl.rsqrt(mean + TAP_EPS)
+            whole += first_bias
+            for unit in range(chunk, ACROSS, CHUNKS):
+                if SEGMENTS > 0:
+                    if unit >= CHUNKS:
+                        weight, bias = scoring(w2, b2, unit, 0, C, R, RP, BG)
+                    column = tl.arange(0, BG)
+                    z = scores_with(whole, weight, bias)
+                    best = tl.max(z, 0)
+                    pattern = tl.min(tl.where(z == best, column, BG), 0)
+                    pattern = tl.where(best > float("-inf"), pattern, 0)  # also for NaN: one of the patterns
+                    for begin in range(BG, C, BG):
+                        weight, bias = scoring(w2, b2, unit, begin, C, R, RP, BG)
+                        z = scores_with(whole, weight, bias)
+                        highest = tl.max(z, 0)
+                        found = begin + tl.min(tl.where(z == highest, column, BG), 0)
+                        higher = highest > best  # the first of equal ones stays
+                        pattern = tl.where(higher, found, pattern)
+                        best = tl.where(higher, highest, best)
+                    number = tl.load(numbers + unit * C + pattern)
+                    tl.store(ids + unit * rows + row, number)
+                    for begin in range(0, WIDTH, BW):
+                        group = begin + tl.arange(0, BW)
+                        inside = group < WIDTH
+                        runs = tl.load(patterns + (unit * NUMBERED + number) * WIDTH + group, mask=inside)
+                        tl.store(decided + (row * SEGMENTS + unit) * WIDTH + group, runs, mask=inside)
+                else:
+                    if unit >= CHUNKS:
+                        weight, bias = differences(w2, b2, unit * BG, N_G, R, RP, BG)
+                    z = scores_with(whole, weight, bias)
+                    group = unit * BG + tl.arange(0, BG)
+                    tl.store(decided + row * N_G + group, (z >= 0).to(tl.uint8), mask=group < N_G)
