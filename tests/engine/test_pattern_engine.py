@@ -9,9 +9,9 @@ import torch
 from engine_pairs import Pair, make_pair, padded
 
 from tiny_models import random_ids
+from widecli.engine.fused import normalise
 from widecli.engine.model import InferenceModel
 from widecli.engine.patterns import PatternRouter, numbered
-from widecli.engine.fused import normalise
 from widecli.engine.routing import RandomMasks
 from widecli.engine.weights import Norm
 from widecli.model.patterns import Codebook

@@ -94,7 +94,7 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
             found[f"few_rows_mn {rows} gated={gated}"] = (
                 mn_few.rows_kernel,
                 f"{types} *u8 i32 i32",
-                values | mn_few.rows_config(rows, D, G, gated, dtype),
+                values | mn_few.rows_config(rows, D, G, gated, dtype, ANYWHERE),
             )
     k: dict[str, Any] = {"N": D, "K": F, "G": G, "PRECISION": precision}
     tile = k_configs.tile_config(T, D, G, dtype)
@@ -115,7 +115,7 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
         found[f"few_rows_k {rows}"] = (
             k_few.rows_kernel,
             f"{p} {p} {p} {p} *fp32 *i32 *u8 i32 i32",
-            down | {"N": D, "PRECISION": precision} | k_few.rows_config(rows, D, F, G, dtype),
+            down | {"N": D, "PRECISION": precision} | k_few.rows_config(rows, D, F, G, dtype, ANYWHERE),
         )
     norm: dict[str, Any] = {"D": D, "R": RANK, "RP": RANK, "NORMALISED": True, "TAP_EPS": 1e-6, "HALVES": "both"}
     norm["PARTS"] = 1 if dtype is torch.float32 else 2

@@ -21,6 +21,9 @@ def decode_config(size: int, dtype: torch.dtype, device: torch.device, blocks_of
         config["BN"] = 32
     if size > 128 and dtype is torch.float32:
         config["BN"] = 16
+    programs = config["EACH"] * multiprocessors(device)
+    if config["BN"] == 64 and blocks_of < 64 * programs:  # else some would have nothing to do
+        config["BN"] = 32
     config |= forced("attention_decode")
     programs = config.pop("EACH") * multiprocessors(device)
     return config | {"PROGRAMS": max(1, min(programs, -(-blocks_of // config["BN"])))}
@@ -31,6 +34,6 @@ def hopper_config(device: torch.device) -> dict[str, int]:
 
     Every program must be resident, since they wait for each other. SLOTS: at most as many share one pair.
     """
-    config = {"EACH": 1, "num_warps": 4, "KEYS": 16, "STAGES": 6, "PDL": 1} | forced("hopper_decode")
+    config = {"EACH": 1, "num_warps": 4, "KEYS": 16, "STAGES": 6, "PDL": 0} | forced("hopper_decode")
     programs = config.pop("EACH") * multiprocessors(device)
     return config | {"PROGRAMS": programs, "SLOTS": min(128, 1 << (programs - 1).bit_length())}

@@ -110,7 +110,6 @@ def split_kernel(
     The heads of a pair are rows of one tile and share every read of keys and values. `scale` holds log2 e.
     """
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
     blocks, before, rank = all_work(
         mask, kv_len, kv_start, batch, keys, H_K, SHARED, GROUP, HAS_KV_LEN, HAS_KV_START, PAIRS, BN
@@ -199,11 +198,7 @@ def merge_kernel(
     SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One query head of one sequence, from the slots of its pair. With PDL it starts while the splits still run, and
-    lets the launch after it start then, too: what that one fetches before its own wait is older than the splits.
-    """
-    if PDL:
-        gdc_launch_dependents()
+    """One query head of one sequence, from the slots of its pair. With PDL it starts while the splits still run."""
     blocks, before, rank = all_work(
         mask, kv_len, kv_start, batch, keys, H_K, SHARED, GROUP, HAS_KV_LEN, HAS_KV_START, PAIRS, BN
     )
@@ -287,13 +282,12 @@ def _attend(
     sizes = (kv_heads, shared, heads // mask.shape[1], size, padded, *known, triton.next_power_of_2(pairs))
     scale = size**-0.5 if scale is None else scale
     overlap = is_hopper(q.device)
-    launch = {"launch_pdl": True} if overlap else {}
     split_kernel[(config["PROGRAMS"],)](
         q, k, v, flags, lengths, starts, acc, peak, total, batch, keys, scale * LOG2_E,
         q.stride(0), q.stride(2), *k.stride()[:3], *v.stride()[:3],
-        *sizes, "ieee" if q.dtype is torch.float32 else "tf32", padded_rows(shared), PDL=overlap, **config, **launch,
+        *sizes, "ieee" if q.dtype is torch.float32 else "tf32", padded_rows(shared), PDL=overlap, **config,
     )  # fmt: skip
     merge_kernel[(batch * heads,)](
         o, flags, lengths, starts, acc, peak, total, batch, keys, *sizes, config["BN"], config["PROGRAMS"],
-        min(MERGED, triton.next_power_of_2(config["PROGRAMS"])), overlap, **launch,
+        min(MERGED, triton.next_power_of_2(config["PROGRAMS"])), overlap, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip

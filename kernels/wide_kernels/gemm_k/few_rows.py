@@ -17,9 +17,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from wide_kernels.counters import counters
-from wide_kernels.dispatch import on_device_of
+from wide_kernels.dispatch import is_hopper, on_device_of
 from wide_kernels.gemm_k import one_row
 from wide_kernels.gemm_k.configs import FEW_ROWS
+from wide_kernels.gemm_mn.few_rows import OVERLAPPED_ROWS
 from wide_kernels.tuning.lookup import overlapped, tuned
 from wide_kernels.tuning.tiles import largest_power, padded_rows
 
@@ -93,12 +94,15 @@ def rows_kernel(
         tl.store(out + target, acc.to(out.dtype.element_ty), mask=stored)
 
 
-def rows_config(rows: int, columns: int, depth: int, width: int, dtype: torch.dtype) -> dict[str, int]:
+def rows_config(
+    rows: int, columns: int, depth: int, width: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, int]:
     """For several: tall tiles, so that h, which every column tile reads, weighs little; splits until the GPU is full.
 
     A step stays within a group, so narrow groups get shallow steps.
     """
     config = {"BN": 64, "BK": 128 if rows <= 32 else 64, "num_stages": 4, "num_warps": 4, "PDL": 0}
+    config["PDL"] = int(rows <= OVERLAPPED_ROWS and is_hopper(device))
     config |= tuned("few_rows_k", rows, width, dtype)
     config["BK"] = largest_power(width, config["BK"] // 2 if dtype is torch.float32 else config["BK"])
     config["BT"] = min(padded_rows(rows), FEW_ROWS)
@@ -121,7 +125,7 @@ def project(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None, ea
     fused = (depth, width, residual is not None)
     added = out if residual is None else residual.contiguous()  # else a pointer that the kernel does not follow
     with on_device_of(h):
-        config = rows_config(rows, columns, depth, width, h.dtype)
+        config = rows_config(rows, columns, depth, width, h.dtype, h.device)
         tiles, splits = triton.cdiv(columns, config["BN"]), config["SPLITS"]
         row_tiles = triton.cdiv(rows, config["BT"])
         partial, arrived = out, out

@@ -2,8 +2,8 @@
 
 Such a product waits for memory only. Every program owns some output columns, that is rows of the weight, and walks
 along them in the order of memory: fp32 sums in registers, one program for all of K. It finds the groups that run from
-the mask and takes as many as fill a step, so every load of a step is one that counts; groups too narrow to be looked up
-in time are walked over with the loads of skipped ones switched off.
+the mask and takes as many as fill a step, so every load of a step is one that counts. Groups too narrow to be looked up
+in time, and wide ones, are walked over with the loads of skipped ones switched off.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -20,6 +20,7 @@ from wide_kernels.tuning.lookup import overlapped, tuned
 from wide_kernels.tuning.tiles import largest_power, padded_rows
 
 MOST_COMPARED = 8192  # (groups of a step) x (all groups): what finding the groups of a step takes
+FEWEST_AT_ONCE = 4  # groups of a step, below which skipped ones leave it whole anyway
 
 
 @triton.jit
@@ -72,7 +73,6 @@ def vector_kernel(
     BN: tl.constexpr,
     BC: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """One row times BN columns. A step takes BC chunks of 8 values, 16 bytes in half precision."""
     if PDL and not EARLY:
@@ -92,20 +92,14 @@ def vector_kernel(
     if PDL and EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    if AHEAD:
-        acc = tl.zeros((BC, BN), tl.float32)
-        for first in range(STEP, end, STEP):
-            next_depth, next_counts = depths(mask, before, end, first, K, G, AT_ONCE, BC)
-            next_tile = weights_of(weight, columns, next_depth, next_counts, K)
-            acc += products_with(h, tile, depth, counts)
-            tile, depth, counts = next_tile, next_depth, next_counts
+    # Where the next step reads is found while this one's weights are on their way.
+    next_depth, next_counts = depths(mask, before, end, STEP, K, G, AT_ONCE, BC)
+    acc = products_with(h, tile, depth, counts)
+    for first in range(STEP, end, STEP):
+        depth, counts = next_depth, next_counts
+        tile = weights_of(weight, columns, depth, counts, K)
+        next_depth, next_counts = depths(mask, before, end, first + STEP, K, G, AT_ONCE, BC)
         acc += products_with(h, tile, depth, counts)
-    else:
-        acc = products_with(h, tile, depth, counts)
-        for first in range(STEP, end, STEP):
-            depth, counts = depths(mask, before, end, first, K, G, AT_ONCE, BC)
-            tile = weights_of(weight, columns, depth, counts, K)
-            acc += products_with(h, tile, depth, counts)
     y = tl.sum(acc, 0)
     if HAS_RESIDUAL:
         y += tl.load(residual + columns).to(tl.float32)
@@ -113,14 +107,14 @@ def vector_kernel(
 
 
 def vector_config(columns: int, depth: int, width: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
-    """As in `gemm_mn`; AT_ONCE groups fill a step, 0 where they do not fill it evenly or are too many to look up."""
-    config = {"BN": 4, "BC": 128, "num_warps": 4, "AHEAD": 0, "PDL": int(is_hopper(device))}
+    """As in `gemm_mn`; AT_ONCE groups fill a step, 0 where it is walked over."""
+    config = {"BN": 4, "BC": 128, "num_warps": 4, "PDL": int(is_hopper(device))}
     config |= tuned("vector_k", 1, width, dtype)
     config["BN"] = largest_power(columns, config["BN"])
     config["BC"] = min(config["BC"], padded_rows(-(-depth // 8)))
     groups = padded_rows(depth // width)
     at_once, rest = divmod(config["BC"] * 8, width)
-    if rest or at_once * groups > MOST_COMPARED:
+    if rest or at_once < FEWEST_AT_ONCE or at_once * groups > MOST_COMPARED:
         at_once = 0
     return overlapped({"AT_ONCE": at_once} | config | {"NP": groups})
 

@@ -40,7 +40,7 @@ def gemm_mn(
     bias. Raises UnsupportedError.
 
     `early` vouches that weight and bias were complete before the launch that precedes this one: on a Hopper GPU one
-    row's product then fetches weights of the `always` groups while that launch still runs.
+    row's dense product then fetches its first weights while that launch still runs.
     """
     problem = gemm_mn_problem(x, weight, layout, bias, activation, mask=mask, always=always)
     chosen = choose(problem, backend)

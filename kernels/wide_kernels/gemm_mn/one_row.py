@@ -1,8 +1,9 @@
 """Triton, one row (decode): fp32 sums in registers, no tensor core, a few columns of the weight a program.
 
 Such a product waits for memory only. Programs of skipped groups write zeros and leave; the rest come in the order of
-memory, so many to a multiprocessor that nothing need be fetched ahead. What no decision can skip is fetched before the
-row itself is there, while the launch before this one ends.
+memory, so many to a multiprocessor that nothing need be fetched ahead. A dense product's first weights are fetched
+before the row itself is there, while the launch before this one ends; to do so for the part of a product that no
+decision can skip cost more (a branch, registers) than it gave.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -63,40 +64,32 @@ def vector_kernel(
 ):
     """One row times BN columns of one group. A step takes BC chunks of 8 values, 16 bytes in half precision.
 
-    The mask has GROUPS groups, ALWAYS more follow that run whatever it says.
+    The mask has GROUPS groups, ALWAYS more follow that run whatever it says. EARLY needs GROUPS = 0: a dense product.
     """
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     group = tl.program_id(0) * BN // G
     chunk = tl.arange(0, BC) * 8
-    always = group >= GROUPS
     if EARLY:
-        tile = tl.zeros((BC, BN, 8), weight.dtype.element_ty)
-        tile_up = tile
-        if always:
-            tile = weights_of(weight, columns, chunk, 0, K, BC)
-            if GATED:
-                tile_up = weights_of(weight_up, columns, chunk, 0, K, BC)
+        tile = weights_of(weight, columns, chunk, 0, K, BC)
+        if GATED:
+            tile_up = weights_of(weight_up, columns, chunk, 0, K, BC)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     y = tl.zeros((BN,), tl.float32)
+    runs = group >= GROUPS
     if ALWAYS == 0:
         runs = tl.load(mask + group) != 0
-    elif GROUPS == 0:
-        runs = always
-    else:
-        runs = always | (tl.load(mask + tl.minimum(group, GROUPS - 1)) != 0)
+    elif GROUPS > 0:
+        runs = runs | (tl.load(mask + tl.minimum(group, GROUPS - 1)) != 0)
     if runs:
         acc = tl.zeros((BC, BN), tl.float32)
         acc_up = tl.zeros((BC, BN), tl.float32)
-        begin = 0
         if EARLY:
-            if always:
-                begin = BC * 8
-                acc = products_with(x, tile, chunk, 0, K, BC)
-                if GATED:
-                    acc_up = products_with(x, tile_up, chunk, 0, K, BC)
-        for first in range(begin, K, BC * 8):
+            acc = products_with(x, tile, chunk, 0, K, BC)
+            if GATED:
+                acc_up = products_with(x, tile_up, chunk, 0, K, BC)
+        for first in range(BC * 8 if EARLY else 0, K, BC * 8):
             tile = weights_of(weight, columns, chunk, first, K, BC)
             if GATED:
                 acc_up += products_with(x, weights_of(weight_up, columns, chunk, first, K, BC), chunk, first, K, BC)
@@ -139,7 +132,7 @@ def project(
         config = vector_config(depth, width, gated, x.dtype, x.device)
         vector_kernel[(columns // config["BN"],)](
             x, weight, weight if weight_up is None else weight_up, weight if bias is None else bias, out,
-            mask.contiguous().view(torch.uint8), depth, width, groups, always, early and always > 0, gated,
+            mask.contiguous().view(torch.uint8), depth, width, groups, always, early and groups == 0, gated,
             bias is not None, activation or "none", **config,
         )  # fmt: skip
     return out

@@ -30,6 +30,7 @@ class KVCache:
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.first_slots = capacity * torch.arange(batch, device=device)  # in the flat view [B * capacity, H_k, d]
         self.everything = torch.ones(batch, 1, dtype=torch.bool, device=device)  # the mask of a dense step
+        self.nothing = self.everything[:1, :0]  # of one row whose groups are none
 
 
 def cache_bytes(shape: ModelShape, batch: int, capacity: int, dtype: torch.dtype) -> int:

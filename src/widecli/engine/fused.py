@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from wide_kernels.activations import activate
-from widecli.engine.weights import Norm
+from widecli.engine.weights import Linear, Norm
 
 
 def normalise(x: Tensor, norm: Norm) -> Tensor:
@@ -17,6 +19,17 @@ def normalise(x: Tensor, norm: Norm) -> Tensor:
 
         return fused_triton.normalise(x, norm)
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
+
+
+def count_executed(mask: Tensor, active: Tensor, executed: Tensor, tokens: Tensor) -> None:
+    """Add what active rows execute: mask bool [rows, N] and active bool [rows] to executed [N] and tokens [], int64."""
+    if mask.is_cuda:
+        from widecli.engine import fused_triton
+
+        return fused_triton.count_executed(mask, active, executed, tokens)
+    executed.add_((mask & active[:, None]).sum(0))
+    tokens.add_(active.sum())
+    return None
 
 
 def activate_gate(gate_up: Tensor, activation: str) -> Tensor:
@@ -29,22 +42,45 @@ def activate_gate(gate_up: Tensor, activation: str) -> Tensor:
     return activate(gate, activation) * up
 
 
-def rotate_and_store(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_slots: Tensor, v_slots: Tensor, slots: Tensor
-) -> Tensor:
+@dataclass(frozen=True)
+class Places:
+    """Where rows stand: cos and sin [rows, d] of their positions; row r goes to slots[r] (int64) of one layer's caches
+    k_slots and v_slots [all slots, H_k, d], which are contiguous.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    k_slots: Tensor
+    v_slots: Tensor
+    slots: Tensor
+
+
+def rotate_and_store(q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
     """Rotate q and k, put k and v into the cache; returns the rotated q.
 
-    q [rows, H_q, d], k and v [rows, H_k, d], cos and sin [rows, d]; row r goes to `slots[r]` (int64) of the caches
-    [all slots, H_k, d], which are contiguous.
+    q [rows, H_q, d], k and v [rows, H_k, d].
     """
     if q.is_cuda:
         from widecli.engine import fused_triton
 
-        return fused_triton.rotate_and_store(q, k, v, cos, sin, k_slots, v_slots, slots)
-    cos, sin = cos[:, None], sin[:, None]
-    k_slots.index_copy_(0, slots, _rotate(k, cos, sin))
-    v_slots.index_copy_(0, slots, v)
+        return fused_triton.rotate_and_store(q, k, v, places)
+    cos, sin = places.cos[:, None], places.sin[:, None]
+    places.k_slots.index_copy_(0, places.slots, _rotate(k, cos, sin))
+    places.v_slots.index_copy_(0, places.slots, v)
     return _rotate(q, cos, sin)
+
+
+def project_and_store(
+    x: Tensor, qkv: Linear, mask: Tensor, width: int, heads: tuple[int, int, int], places: Places
+) -> Tensor:
+    """Queries, keys and values of one row x [1, D] on a GPU and `rotate_and_store`, in one launch: q [1, H_q, d].
+
+    `mask` bool [1, N] decides on the first N groups of `width` channels, the rest runs; with N = 0 the first weights
+    are fetched while the launch before this one ends. `heads`: H_q, H_k and d, a multiple of 8.
+    """
+    from widecli.engine import fused_triton
+
+    return fused_triton.project_and_store(x, qkv, mask, width, heads, places)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -15,12 +15,15 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from wide_kernels.dispatch import is_hopper, on_device_of
+from wide_kernels.gemm_mn.one_row import products_with, vector_config, weights_of
 from wide_kernels.gemm_mn.triton import activated
-from widecli.engine.weights import Norm
+from widecli.engine.fused import Places
+from widecli.engine.weights import Linear, Norm
 
 ACTIVATION_BLOCK = 2048
 HEADS_AT_ONCE = 8
 DECODE_ROWS = 128
+COUNTED_AT_ONCE = 128
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -39,6 +42,78 @@ def normalise_kernel(
     scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
     scaled = (value * scale).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * SIZE + i, (scaled * gain).to(out.dtype.element_ty), mask=known)
+
+
+@triton.jit(do_not_specialize=["rows", "groups"])
+def count_kernel(mask, active, executed, tokens, rows, groups, BLOCK: tl.constexpr):
+    """Add up BLOCK columns of a mask over active rows; the first program counts these, too."""
+    group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = group < groups
+    count = tl.load(executed + group, mask=inside, other=0)
+    known = tl.zeros((), tl.int64)
+    for row in range(rows):
+        counted = tl.load(active + row).to(tl.int64)
+        known += counted
+        count += tl.load(mask + row * groups + group, mask=inside, other=0).to(tl.int64) * counted
+    tl.store(executed + group, count, mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(tokens, tl.load(tokens) + known)
+
+
+@triton.jit
+def project_kernel(
+    x, weight, bias, mask, cos, sin, out, k_slots, v_slots, slots,
+    K: tl.constexpr, G: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """One row times BN columns of one head, as in `gemm_mn`: half of them from each half of the head, the partners of
+    a rotation. Queries and keys are rotated as they are stored, keys and values into the cache.
+    """
+    PAIRS: tl.constexpr = BN // 2
+    HALF: tl.constexpr = SIZE // 2
+    head = tl.program_id(0) * PAIRS // HALF
+    begin = tl.program_id(0) * PAIRS % HALF
+    column = tl.arange(0, BN)
+    columns = head * SIZE + begin + column % PAIRS + column // PAIRS * HALF
+    chunk = tl.arange(0, BC) * 8
+    if GROUPS == 0:
+        tile = weights_of(weight, columns, chunk, 0, K, BC)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    runs = head * SIZE // G >= GROUPS
+    if GROUPS > 0:
+        runs = runs | (tl.load(mask + tl.minimum(head * SIZE // G, GROUPS - 1)) != 0)
+    y = tl.zeros((BN,), tl.float32)
+    if runs:
+        acc = tl.zeros((BC, BN), tl.float32)
+        if GROUPS == 0:
+            acc = products_with(x, tile, chunk, 0, K, BC)
+        for first in range(BC * 8 if GROUPS == 0 else 0, K, BC * 8):
+            acc += products_with(x, weights_of(weight, columns, chunk, first, K, BC), chunk, first, K, BC)
+        y = tl.sum(acc, 0)
+        if HAS_BIAS:
+            y += tl.load(bias + columns).to(tl.float32)
+    dtype: tl.constexpr = out.dtype.element_ty
+    halves = tl.trans(tl.reshape(y.to(dtype), (2, PAIRS)))
+    first, second = tl.split(halves)
+    i = begin + tl.arange(0, PAIRS)
+    slot = tl.load(slots) * (KV_HEADS * SIZE)
+    if head < HEADS + KV_HEADS:
+        cos_1, sin_1 = tl.load(cos + i).to(tl.float32), tl.load(sin + i).to(tl.float32)
+        cos_2, sin_2 = tl.load(cos + HALF + i).to(tl.float32), tl.load(sin + HALF + i).to(tl.float32)
+        low, high = first.to(tl.float32), second.to(tl.float32)
+        turned_1 = (low * cos_1 - high * sin_1).to(dtype)
+        turned_2 = (high * cos_2 + low * sin_2).to(dtype)
+        if head < HEADS:
+            tl.store(out + head * SIZE + i, turned_1)
+            tl.store(out + head * SIZE + HALF + i, turned_2)
+        else:
+            tl.store(k_slots + slot + (head - HEADS) * SIZE + i, turned_1)
+            tl.store(k_slots + slot + (head - HEADS) * SIZE + HALF + i, turned_2)
+    else:
+        tl.store(v_slots + slot + (head - HEADS - KV_HEADS) * SIZE + i, first)
+        tl.store(v_slots + slot + (head - HEADS - KV_HEADS) * SIZE + HALF + i, second)
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -114,6 +189,15 @@ def _overlap(x: Tensor, rows: int) -> dict[str, int]:
     return {"PDL": 1, "launch_pdl": 1} if rows <= DECODE_ROWS and is_hopper(x.device) else {"PDL": 0}
 
 
+def count_executed(mask: Tensor, active: Tensor, executed: Tensor, tokens: Tensor) -> None:
+    """See `fused.count_executed`; mask is contiguous."""
+    rows, groups = mask.shape
+    with on_device_of(mask):
+        count_kernel[(triton.cdiv(groups, COUNTED_AT_ONCE),)](
+            mask.view(torch.uint8), active.view(torch.uint8), executed, tokens, rows, groups, COUNTED_AT_ONCE
+        )
+
+
 def activate_gate(gate_up: Tensor, activation: str) -> Tensor:
     """See `fused.activate_gate`; rows of `gate_up` may stand apart."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -127,9 +211,25 @@ def activate_gate(gate_up: Tensor, activation: str) -> Tensor:
     return out
 
 
-def rotate_and_store(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_slots: Tensor, v_slots: Tensor, slots: Tensor
+def project_and_store(
+    x: Tensor, qkv: Linear, mask: Tensor, width: int, heads: tuple[int, int, int], places: Places
 ) -> Tensor:
+    """See `fused.project_and_store`."""
+    query_heads, kv_heads, size = heads
+    depth = x.shape[1]
+    out = torch.empty(1, query_heads, size, dtype=x.dtype, device=x.device)
+    with on_device_of(x):
+        config = vector_config(depth, size, False, x.dtype, x.device)
+        project_kernel[(len(qkv.weight) // config["BN"],)](
+            x.contiguous(), qkv.weight, qkv.weight if qkv.bias is None else qkv.bias,
+            mask.contiguous().view(torch.uint8), places.cos, places.sin, out, places.k_slots, places.v_slots,
+            places.slots,
+            depth, width, mask.shape[1], query_heads, kv_heads, size, qkv.bias is not None, **config,
+        )  # fmt: skip
+    return out
+
+
+def rotate_and_store(q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
     """See `fused.rotate_and_store`; rows of q, k and v may stand apart, a row's heads may not."""
     rows, heads, size = q.shape
     kv_heads = k.shape[1]
@@ -137,7 +237,8 @@ def rotate_and_store(
     if rows:
         with on_device_of(q):
             rotate_kernel[(rows, triton.cdiv(heads + 2 * kv_heads, HEADS_AT_ONCE))](
-                q, k, v, cos, sin, out, k_slots, v_slots, slots, q.stride(0), k.stride(0), v.stride(0),
+                q, k, v, places.cos, places.sin, out, places.k_slots, places.v_slots, places.slots,
+                q.stride(0), k.stride(0), v.stride(0),
                 heads, kv_heads, size // 2, triton.next_power_of_2(size // 2), HEADS_AT_ONCE, **_overlap(q, rows),
                 num_warps=2,
             )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor
 
 import wide_kernels as wk
 from wide_kernels import PatternLayout
-from widecli.engine.fused import activate_gate, normalise
+from widecli.engine.fused import activate_gate, normalise, project_and_store
 from widecli.engine.ranges import within
 from widecli.engine.routing import Decision, Route
 from widecli.engine.steps import Step
@@ -83,37 +83,51 @@ class Layer:
         return self._feed_forward(x, step, route)
 
     def _attend(self, x: Tensor, step: Step) -> tuple[Tensor, Route | None]:
-        heads, kv_heads, size = self._heads
+        heads, _, size = self._heads
         normalised, route = self._decide(x, step, self.attention, self.weights.attention_norm)
-        # One row waits for launches: keys and values, which nobody skips, then come with the queries.
-        together = len(x) == 1 and self.always > 0 and route is not None
-        with within("qkv"):
-            if route is None or together or len(x) in DENSE_QUERIES:
-                if together:
-                    assert route is not None
-                    qkv = self.weights.qkv
-                    parts = wk.gemm_mn(
-                        normalised, qkv.weight, bias=qkv.bias, mask=route.mask, always=self.always, early=True
-                    )
-                else:
-                    parts = _project(normalised, self.weights.qkv, step)
-                q, k, v = torch.split(parts, [heads * size, kv_heads * size, kv_heads * size], -1)
-            else:
-                q = wk.gemm_mn(normalised, self._q.weight, bias=self._q.bias, **route.arguments)
-                k, v = _project(normalised, self._kv, step).chunk(2, -1)
-        with within("rope_cache"):
-            q, k, v = (part.view(len(x), -1, size) for part in (q, k, v))
-            if self.weights.query_norm is not None:
-                q = normalise(q, self.weights.query_norm)
-            if self.weights.key_norm is not None:
-                k = normalise(k, self.weights.key_norm)
-            q = step.place(self.index, q, k, v, self.weights.rotates)
+        if self._at_once(x, route):
+            with within("qkv"):
+                mask = step.cache.nothing if route is None else cast(Tensor, route.mask)
+                width = heads * size // max(1, mask.shape[1])
+                q = project_and_store(normalised, self.weights.qkv, mask, width, self._heads, step.places(self.index))
+        else:
+            q = self._queries(normalised, step, route)
         with within("attention"):
             q = q.view(step.batch, step.tokens, heads, size)
             o = step.attend(self.index, q, self.scale, route).reshape(len(x), heads * size)
         with within("o"):
             whole = route is not None and self.projects_whole(len(x))
             return _add(x, o, self.weights.o, None if whole else route, step), route
+
+    def _at_once(self, x: Tensor, route: Route | None) -> bool:
+        """Whether queries, keys and values take one launch together with their rotation and the cache."""
+        norms = self.weights.query_norm is not None or self.weights.key_norm is not None
+        decided = route is None or route.mask is not None
+        return _by_our_own(x) and self.weights.rotates and not norms and decided
+
+    def _queries(self, x: Tensor, step: Step, route: Route | None) -> Tensor:
+        """Rotated queries [rows, H_q, d] of the normalised x; keys and values go into the cache."""
+        heads, kv_heads, size = self._heads
+        with within("qkv"):
+            # One row waits for launches: keys and values, which nobody skips, then come with the queries.
+            together = route is not None and len(x) == 1 and self.always > 0
+            if route is None or together or len(x) in DENSE_QUERIES:
+                if route is not None and together:
+                    qkv = self.weights.qkv
+                    parts = wk.gemm_mn(x, qkv.weight, bias=qkv.bias, mask=route.mask, always=self.always)
+                else:
+                    parts = _project(x, self.weights.qkv, step)
+                q, k, v = torch.split(parts, [heads * size, kv_heads * size, kv_heads * size], -1)
+            else:
+                q = wk.gemm_mn(x, self._q.weight, bias=self._q.bias, **route.arguments)
+                k, v = _project(x, self._kv, step).chunk(2, -1)
+        with within("rope_cache"):
+            q, k, v = (part.view(len(x), -1, size) for part in (q, k, v))
+            if self.weights.query_norm is not None:
+                q = normalise(q, self.weights.query_norm)
+            if self.weights.key_norm is not None:
+                k = normalise(k, self.weights.key_norm)
+            return step.place(self.index, q, k, v, self.weights.rotates)
 
     def _feed_forward(self, x: Tensor, step: Step, attention_route: Route | None) -> Tensor:
         if self.shared:
@@ -169,7 +183,7 @@ class Layer:
     def _gated_whole(self, x: Tensor, step: Step) -> Tensor:
         gate, up = self._whole.gate, self._whole.up
         if gate.bias is None and _by_our_own(x):
-            nothing = step.cache.everything[:1, :0]
+            nothing = step.cache.nothing
             return wk.gated_mlp_up(
                 x, gate.weight, up.weight, activation=self.activation, mask=nothing, always=1, early=True
             )
@@ -211,7 +225,7 @@ def _by_our_own(x: Tensor) -> bool:
 
 def _project(x: Tensor, linear: Linear, step: Step) -> Tensor:
     if _by_our_own(x):
-        nothing = step.cache.everything[:1, :0]
+        nothing = step.cache.nothing
         return wk.gemm_mn(x, linear.weight, bias=linear.bias, mask=nothing, always=1, early=True)
     return F.linear(x, linear.weight, linear.bias)
 

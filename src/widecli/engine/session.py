@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from widecli.engine.cache import KVCache
-from widecli.engine.fused import normalise
+from widecli.engine.fused import count_executed, normalise
 from widecli.engine.graphs import Recorded
 from widecli.engine.layer import Layer
 from widecli.engine.ranges import within
@@ -129,7 +129,9 @@ class Session:
             assert self._decode is not None
             logits = self._decode()
         else:
-            logits = self._decode_once(keys=self._filled + 1)
+            # On a GPU as a graph does, bit for bit: how many keys there may be decides how attention cuts its sums.
+            on_gpu = self.token.is_cuda
+            logits = self._decode_once(keys=self.capacity if on_gpu else self._filled + 1)
         self._filled += 1
         return logits
 
@@ -223,8 +225,7 @@ class Session:
         logits = self._logits(self._run(self.token, step))
         with within("statistics"):
             if self._sums is not None:
-                self._sums[0].add_((torch.cat(step.executed, 1) & self.active[:, None]).sum(0))
-                self._sums[1].add_(self.active.sum())
+                count_executed(torch.cat(step.executed, 1), self.active, *self._sums)
         self.cache.lengths.add_(1)
         self.token.copy_(logits.argmax(-1))
         return logits

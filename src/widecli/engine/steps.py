@@ -13,7 +13,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 import wide_kernels as wk
 from widecli.engine.cache import KVCache
-from widecli.engine.fused import rotate_and_store
+from widecli.engine.fused import Places, rotate_and_store
 from widecli.engine.patterns import Choice
 from widecli.engine.routing import Route
 
@@ -45,12 +45,17 @@ class Step(ABC):
 
     def place(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotates: bool) -> Tensor:
         """Rotate q and k, store k and v, each [rows, heads, d]; returns q."""
-        k_slots, v_slots = (cache[layer].flatten(0, 1) for cache in (self.cache.k, self.cache.v))
+        places = self.places(layer)
         if rotates:
-            return rotate_and_store(q, k, v, self._cos, self._sin, k_slots, v_slots, self._slots)
-        k_slots.index_copy_(0, self._slots, k)
-        v_slots.index_copy_(0, self._slots, v)
+            return rotate_and_store(q, k, v, places)
+        places.k_slots.index_copy_(0, self._slots, k)
+        places.v_slots.index_copy_(0, self._slots, v)
         return q
+
+    def places(self, layer: int) -> Places:
+        """Where this step's rows stand in a layer."""
+        k_slots, v_slots = (cache[layer].flatten(0, 1) for cache in (self.cache.k, self.cache.v))
+        return Places(self._cos, self._sin, k_slots, v_slots, self._slots)
 
     @abstractmethod
     def route(self, decision: Tensor | Choice) -> Route:
