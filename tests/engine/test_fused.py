@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from widecli.engine import fused, fused_triton
+from widecli.engine.fused import Places
+from widecli.engine.weights import Linear, Norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -33,14 +36,84 @@ def test_rotation_writes_its_slots_and_no_others(heads: int, kv_heads: int, size
     q, k, v = (part.view(rows, -1, size) for part in parts)
     cos, sin = (torch.randn(rows, size, generator=generator).to(DEVICE) for _ in range(2))
     caches = [torch.full((11, kv_heads, size), float("nan"), device=DEVICE) for _ in range(2)]
-    slots = torch.tensor([7, 0, 10], device=DEVICE)
-    expected = on_cpu(*caches)
-    rotated = fused.rotate_and_store(*on_cpu(q, k, v, cos, sin), *expected, slots.cpu())
-    found = fused_triton.rotate_and_store(q, k, v, cos, sin, *caches, slots)
+    places = Places(cos, sin, caches[0], caches[1], torch.tensor([7, 0, 10], device=DEVICE))
+    expected = copied(places)
+    rotated = fused.rotate_and_store(*on_cpu(q, k, v), expected)
+    found = fused_triton.rotate_and_store(q, k, v, places)
     torch.testing.assert_close(found.cpu(), rotated, rtol=1e-5, atol=1e-6)
-    for cache, wanted in zip(caches, expected, strict=True):
-        torch.testing.assert_close(cache.cpu(), wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert_same_caches(places, expected)
+
+
+def copied(places: Places) -> Places:
+    return Places(*on_cpu(places.cos, places.sin, places.k_slots, places.v_slots, places.slots))
+
+
+def assert_same_caches(found: Places, expected: Places, tolerance: float = 1e-5) -> None:
+    for name in ("k_slots", "v_slots"):
+        cache, wanted = getattr(found, name).cpu(), getattr(expected, name)
+        torch.testing.assert_close(cache, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("groups", [0, 1, 2])
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "depth"), [(6, 3, 64, 144), (2, 1, 16, 2064), (4, 2, 12, 48)])
+def test_a_row_is_projected_rotated_and_stored_at_once(
+    heads: int, kv_heads: int, size: int, depth: int, groups: int, bias: bool, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+    width = (heads + 2 * kv_heads) * size
+    linear = Linear(normal(width, depth) / depth**0.5, normal(width) if bias else None)
+    mask = torch.tensor([[True, False][:groups]], device=DEVICE).view(1, groups)
+    x = normal(1, depth)
+    caches = [torch.full((5, kv_heads, size), float("nan"), device=DEVICE, dtype=dtype) for _ in range(2)]
+    places = Places(normal(1, size), normal(1, size), *caches, torch.tensor([3], device=DEVICE))
+    expected = copied(places)
+    parts = F.linear(x.double(), linear.weight.double(), None if linear.bias is None else linear.bias.double())
+    parts = parts.to(dtype).cpu()
+    q, k, v = (part.view(1, -1, size) for part in parts.split([heads * size, kv_heads * size, kv_heads * size], -1))
+    if groups:
+        q = q.masked_fill(~mask.cpu().repeat_interleave(heads // groups, 1)[..., None], 0)
+        linear.weight[: heads * size].view(groups, -1)[~mask[0]] = float("nan")  # nobody reads them
+    rotated = fused.rotate_and_store(q, k, v, expected)
+    per_group = heads * size // max(1, groups)
+    found = fused_triton.project_and_store(x, linear, mask, per_group, (heads, kv_heads, size), places)
+    tolerance = 1e-5 if dtype is torch.float32 else 4e-3
+    torch.testing.assert_close(found.cpu(), rotated, rtol=tolerance, atol=tolerance)
+    assert_same_caches(places, expected, tolerance)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 4096), (5, 576), (3, 48)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_norm_is_llamas(rows: int, size: int, dtype: torch.dtype) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    generator = torch.Generator().manual_seed(3)
+    wide = torch.randn(rows, size + 8, generator=generator).to(DEVICE, dtype)  # rows stand apart
+    theirs = LlamaRMSNorm(size, eps=1e-5).to(DEVICE, dtype)
+    theirs.weight.data.copy_(torch.randn(size, generator=generator))
+    found = fused_triton.normalise(wide[:, :size], Norm(theirs.weight.data, 1e-5))
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-3  # their mean is summed in another order
+    torch.testing.assert_close(found, theirs(wide[:, :size]), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(1, 300), (3, 128), (5, 7)])
+def test_counting_adds_what_active_rows_execute(rows: int, groups: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    mask = torch.rand(rows, groups, generator=generator) < 0.5
+    active = torch.tensor([True, False, True, True, False])[:rows]
+    executed, tokens = torch.randint(9, (groups,), generator=generator), torch.tensor(7)
+    found = [t.to(DEVICE) for t in (executed.clone(), tokens.clone())]
+    fused_triton.count_executed(mask.to(DEVICE), active.to(DEVICE), *found)
+    fused.count_executed(mask, active, executed, tokens)
+    assert torch.equal(found[0].cpu(), executed) and torch.equal(found[1].cpu(), tokens)
 
 
 def test_no_rows() -> None:
     assert fused_triton.activate_gate(torch.empty(0, 32, device=DEVICE), "silu").shape == (0, 16)
+    weight = torch.ones(32, device=DEVICE)
+    assert fused_triton.normalise(torch.empty(0, 32, device=DEVICE), Norm(weight, 1e-5)).shape == (0, 32)

@@ -84,11 +84,18 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
             values | mn_configs.tile_config(T, D, G, gated, dtype),
         )
         few = {name: value for name, value in values.items() if name not in ("N", "PRECISION")}
-        one = {"GROUPS": GROUPS - 16, "ALWAYS": 16, "EARLY": True}
+        one = {"GROUPS": GROUPS - 16, "ALWAYS": 16, "EARLY": False}
         found[f"vector_mn gated={gated}"] = (
             mn_one.vector_kernel,
             f"{types} *u8",
             few | one | mn_one.vector_config(D, G, gated, dtype, ANYWHERE),
+        )
+        found["vector_mn dense" + " gated" * gated] = (
+            mn_one.vector_kernel,
+            f"{types} *u8",
+            few
+            | {"G": F, "GROUPS": 0, "ALWAYS": 1, "EARLY": True}
+            | mn_one.vector_config(D, F, gated, dtype, ANYWHERE),
         )
         for rows in (16, 64, 128):
             found[f"few_rows_mn {rows} gated={gated}"] = (

@@ -42,7 +42,9 @@ def test_every_kernel_compiles_and_fits_into_shared_memory(compiled: dict[str, A
 
 
 def test_products_run_on_tensor_cores(compiled: dict[str, Any]) -> None:
+    one_by_one = ("norm_route 1 ", "norm_route_patterns 1 ")  # one row would fill a sixteenth of a tensor core
     products = {name: k for name, k in compiled["kernels"].items() if name.startswith(("tile", "few", "norm_route"))}
+    products = {name: k for name, k in products.items() if not name.startswith(one_by_one)}
     assert [name for name, k in products.items() if not k["mma"]] == []
     if compiled["target"] == "sm_90":
         assert [name for name, k in products.items() if name.startswith(("tile", "few_rows")) and not k["wgmma"]] == []
@@ -61,8 +63,9 @@ def test_loads_for_a_few_rows_are_pipelined(compiled: dict[str, Any]) -> None:
 
 
 def test_one_row_reads_weights_16_bytes_at_a_time(compiled: dict[str, Any]) -> None:
-    # 4 columns x 128 or 256 chunks of 16 bytes over 128 threads, and the row itself.
-    for name, loads in {"vector_k": 10, "vector_mn gated=False": 10, "vector_mn gated=True": 9}.items():
+    # 4 columns x 128 or 256 chunks of 16 bytes over 128 threads, and the row itself; the first step stands apart.
+    steps = {"vector_k early=True": 10, "vector_k early=False": 10, "vector_mn gated=False": 10}
+    for name, loads in (steps | {"vector_mn dense": 20, "vector_mn gated=True": 10}).items():
         assert compiled["kernels"][f"{name} bfloat16"]["16-byte loads"] >= loads
 
 

@@ -41,12 +41,19 @@ def registered_calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     sorted_mask = (attended.index, attended.count)
     return {
         "route_layout": (ops.route_layout, (e["mask"], "torch")),
-        "gemm_mn": (ops.gemm_mn, (e["x"], e["gate"], e["mask"], *rows, e["bias"], "silu", "torch")),
-        "gated_mlp_up": (ops.gated_mlp_up, (e["x"], e["gate"], e["up"], e["mask"], None, None, "silu", "torch")),
-        "gemm_k": (ops.gemm_k, (e["h"], e["down"], e["mask"], e["residual"], "auto", False, "torch")),
-        "norm_route": (ops.norm_route, (*plain, 1e-5, "residual", "torch")),
-        "norm_route_patterns": (ops.norm_route_patterns, (*first, *picked, bits, 1e-5, "residual", "torch")),
-        "norm_route_patterns ids": (ops.norm_route_patterns, (*first, *picked, None, 1e-5, "residual", "torch")),
+        "gemm_mn": (ops.gemm_mn, (e["x"], e["gate"], e["mask"], *rows, e["bias"], "silu", 0, False, "torch")),
+        "gated_mlp_up": (
+            ops.gated_mlp_up,
+            (e["x"], e["gate"], e["up"], e["mask"], None, None, "silu", 0, True, "torch"),
+        ),
+        "gemm_mn always": (
+            ops.gemm_mn,
+            (e["x"], e["gate"], e["mask"][:, :1], None, None, e["bias"], "silu", 1, True, "torch"),
+        ),
+        "gemm_k": (ops.gemm_k, (e["h"], e["down"], e["mask"], e["residual"], "auto", False, True, "torch")),
+        "norm_route": (ops.norm_route, (*plain, 1e-5, "residual", True, "torch")),
+        "norm_route_patterns": (ops.norm_route_patterns, (*first, *picked, bits, 1e-5, "residual", True, "torch")),
+        "norm_route_patterns ids": (ops.norm_route_patterns, (*first, *picked, None, 1e-5, "residual", True, "torch")),
         "attention_prefill": (ops.attention_prefill, (q, k, k, mask, *sorted_mask, True, start, start, None, "torch")),
         "attention_decode": (ops.attention_decode, (q[:, :1].contiguous(), k, k, mask[:2], start, None, None, "torch")),
     }

@@ -128,6 +128,23 @@ def test_a_few_rows_split_over_k_give_the_same_sum_every_time(splits: int) -> No
     ).any()  # a graph that replays the launch finds them as it left them
 
 
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("listed", [0, 1])
+@pytest.mark.parametrize(("groups", "width"), [(28, 16), (6, 64), (3, 128), (4, 48)])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_one_row_reads_what_runs_and_nothing_else(
+    groups: int, width: int, share: float, listed: int, early: bool
+) -> None:
+    h, weight, residual, _ = example(1, groups * width // 16, columns=16)
+    mask = (torch.rand(1, groups, generator=torch.Generator().manual_seed(5)) < share).to(DEVICE)
+    expected = wk.gemm_k(h, weight, mask=mask, residual=residual, backend="torch")
+    h.view(1, groups, width)[~mask] = float("nan")
+    weight.view(16, groups, width)[:, ~mask[0]] = float("nan")
+    with force("vector_k", {"BC": 16, "LISTED": listed}):  # 128 values a step
+        y = wk.gemm_k(h, weight, mask=mask, residual=residual, early=early, backend="triton")
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("chunks", [16, 64])
 def test_one_row_walks_over_k_in_steps_that_need_not_divide_it(chunks: int) -> None:
     h, weight, residual, mask = example(1, 27, columns=16)

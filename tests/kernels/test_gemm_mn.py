@@ -70,12 +70,45 @@ def test_rows_of_a_wider_tensor_need_no_copy_by_the_caller(device: str) -> None:
     torch.testing.assert_close(got, wk.gemm_mn(x, gate, layout, backend="torch"), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 140])
+@pytest.mark.parametrize("always", [1, 3])
+def test_groups_behind_the_mask_run_always(always: int, rows: int, early: bool, device: str) -> None:
+    x, gate, up, bias, mask = (tensor.to(device) for tensor in example(torch.float32))
+    x, mask = x[:1].repeat(rows, 1), mask[:1, : 3 - always].repeat(rows, 1)
+    whole = torch.cat((mask, torch.ones(rows, always, dtype=torch.bool, device=device)), 1)
+    given = {"mask": mask, "always": always, "early": early}
+    for backend in ("torch", "triton"):
+        found = wk.gemm_mn(x, gate, bias=bias, backend=backend, **given)
+        expected = wk.gemm_mn(x, gate, bias=bias, mask=whole, backend="torch")
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        found = wk.gated_mlp_up(x, gate, up, backend=backend, **given)
+        torch.testing.assert_close(
+            found, wk.gated_mlp_up(x, gate, up, mask=whole, backend="torch"), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_gradients_reach_the_groups_behind_the_mask() -> None:
+    x, gate, _, _, mask = example(torch.float32)
+    found, expected = gate.clone().requires_grad_(), gate.clone().requires_grad_()
+    wk.gemm_mn(x, found, mask=mask[:, :2], always=1, backend="torch").sum().backward()
+    whole = torch.cat((mask[:, :2], torch.ones(len(mask), 1, dtype=torch.bool)), 1)
+    wk.gemm_mn(x, expected, mask=whole, backend="torch").sum().backward()
+    assert found.grad is not None and expected.grad is not None and torch.equal(found.grad, expected.grad)
+
+
 def bad_calls() -> list[Any]:
     x, gate, up, bias, mask = example(torch.float32)
     layout = wk.route_layout(mask, backend="torch")
     return [
         pytest.param(lambda: wk.gemm_mn(x, gate), "give either a layout or mask=, one of them", id="neither"),
         pytest.param(lambda: wk.gemm_mn(x, gate, layout, mask=mask), "not both", id="both"),
+        pytest.param(
+            lambda: wk.gemm_mn(x, gate, layout, always=1), "behind those of mask=, got 1", id="always, layout"
+        ),
+        pytest.param(lambda: wk.gemm_mn(x, gate, mask=mask, always=-1), "mask=, got -1", id="always below 0"),
+        pytest.param(lambda: wk.gemm_mn(x, gate, mask=mask, always=2), "5 groups do not divide N = 48", id="always"),
+        pytest.param(lambda: wk.gemm_mn(x, gate, mask=mask[:, :0]), "the mask has no groups", id="no groups"),
         pytest.param(lambda: wk.gemm_mn(x, gate, mask=mask.float()), "mask must be bool", id="float mask"),
         pytest.param(lambda: wk.gemm_mn(x, gate, mask=mask[:4]), "number of rows must be 9, got 4", id="rows"),
         pytest.param(lambda: wk.gemm_mn(x, gate[:47], mask=mask), "3 groups do not divide N = 47", id="groups"),

@@ -44,6 +44,20 @@ def test_device_time_belongs_to_the_range_that_launched_it() -> None:
     assert device_times(EVENTS) == pytest.approx({"qkv": 1.7, "other": 0.107, "down": 0.03})
 
 
+def test_a_kernel_that_waits_for_the_one_before_counts_from_its_end() -> None:
+    events = [
+        event("user_annotation", "wide::o", 0, 10),
+        event("user_annotation", "wide::down", 10, 10),
+        event("cuda_runtime", "cudaLaunchKernelExC", 1, 2, 1),
+        event("cuda_runtime", "cudaLaunchKernelExC", 11, 2, 2),
+        event("cuda_runtime", "cudaLaunchKernelExC", 13, 2, 3),
+        event("kernel", "last", 150, 250, 3),
+        event("kernel", "first", 100, 200, 1),
+        event("kernel", "within", 120, 50, 2),
+    ]
+    assert device_times(events) == pytest.approx({"o": 0.2, "down": 0.1})
+
+
 def test_on_a_cpu_the_ranges_stand_for_themselves() -> None:
     assert host_times(EVENTS) == pytest.approx({"qkv": 0.07, "down": 0.05})
 

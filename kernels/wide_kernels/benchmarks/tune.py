@@ -31,7 +31,8 @@ def candidates(kernel: str) -> Iterator[dict[str, int]]:
             yield {"S": segment, "SLAB_MB": megabytes}
     elif kernel.startswith("vector"):
         for (bn, chunks), warps in itertools.product(itertools.product((2, 4, 8), (128, 256, 512)), (2, 4, 8)):
-            yield {"BN": bn, "BC": chunks, "num_warps": warps}
+            for listed in (0, 1) if kernel == "vector_k" else (None,):
+                yield {"BN": bn, "BC": chunks, "num_warps": warps} | ({} if listed is None else {"LISTED": listed})
     elif kernel == "norm_row":
         for bd, warps in itertools.product((64, 128, 256), (2, 4, 8)):
             yield {"BD": bd, "num_warps": warps}

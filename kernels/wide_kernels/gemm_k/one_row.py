@@ -107,16 +107,16 @@ def vector_kernel(
 
 
 def vector_config(columns: int, depth: int, width: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
-    """As in `gemm_mn`; AT_ONCE groups fill a step, 0 where it is walked over."""
+    """As in `gemm_mn`; AT_ONCE groups fill a step, 0 where it is walked over. LISTED says which, where both can be."""
     config = {"BN": 4, "BC": 128, "num_warps": 4, "PDL": int(is_hopper(device))}
     config |= tuned("vector_k", 1, width, dtype)
     config["BN"] = largest_power(columns, config["BN"])
     config["BC"] = min(config["BC"], padded_rows(-(-depth // 8)))
     groups = padded_rows(depth // width)
     at_once, rest = divmod(config["BC"] * 8, width)
-    if rest or at_once < FEWEST_AT_ONCE or at_once * groups > MOST_COMPARED:
-        at_once = 0
-    return overlapped({"AT_ONCE": at_once} | config | {"NP": groups})
+    pays = at_once >= FEWEST_AT_ONCE and at_once * groups <= MOST_COMPARED
+    listed = config.pop("LISTED", pays) and not rest
+    return overlapped(config | {"NP": groups, "AT_ONCE": at_once if listed else 0})
 
 
 def project(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None, early: bool) -> Tensor:
