@@ -46,6 +46,43 @@ def check_point(
     assert Path(point["run"], "summary.json").is_file()
 
 
+def test_a_killed_run_goes_on_with_the_cells_that_it_has_not_measured(
+    wide: Wide, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = ("--batch", "1,2", "--prompt", "8,16", "--sparsity", 0.5, "--run-dir", "kept")
+    real, measured = measurement.Cell.measure, []
+
+    def interrupted(cell: measurement.Cell) -> list[measurement.Point]:
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        measured.append((cell._batch, cell._prompt))
+        return real(cell)
+
+    monkeypatch.setattr(measurement.Cell, "measure", interrupted)
+    broken = wide("profile", *SHAPE, *grid)
+    assert broken.code == 130 and "--resume continues it" in broken.err
+    kept = json.loads((workplace / "kept" / "cells.json").read_text())["points"]
+    assert len(kept) == 6  # both phases of three cells
+    with (workplace / "kept" / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 6, "torn')  # of a cell that was cut off
+    wide("profile", *SHAPE, *grid).refused_with("kept holds an unfinished run (--resume continues it)")
+    wide("profile", *SHAPE, *grid, "--ttft", "--resume").refused_with("cannot be resumed: settings was", "--overwrite")
+
+    monkeypatch.setattr(measurement.Cell, "measure", real)
+    whole = wide("profile", *SHAPE, *grid, "--resume", "--json")
+    assert whole.code == 0 and whole.err.count("measured before") == 3
+    points = whole.document["points"]
+    assert [point for point in points if (point["batch"], point["prompt"]) in measured] == kept
+    assert [(p["batch"], p["prompt"]) for p in points[::2]] == [(1, 8), (2, 8), (1, 16), (2, 16)]
+    steps = [json.loads(line)["step"] for line in (workplace / "kept" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(8))
+    assert not (workplace / "kept" / "cells.json").exists()
+
+    again = wide("profile", *SHAPE, *grid, "--resume", "--json")
+    assert again.document == whole.document and "is finished already" in again.err
+    wide("profile", *SHAPE, *grid, "--ttft", "--resume").refused_with("finished run of something else")
+
+
 def test_the_report_draws_what_a_sweep_over_shares_measured(wide: Wide, workplace: Path) -> None:
     done = wide("profile", *SHAPE, "--ttft", "--prompt", 8, "--sparsity", "0,0.3,0.6", "--G", "64,128", "--json")
     assert done.code == 0, done.err

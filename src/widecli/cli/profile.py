@@ -9,9 +9,11 @@ import typer
 
 from widecli.cli import options
 from widecli.cli.console import emit_json, note, stdout_for_document, warn
+from widecli.errors import UsageError
 
 if TYPE_CHECKING:
     from widecli.profiling.request import Flags, Request
+    from widecli.track.run import Run
 
 _GRID = "What is measured"
 
@@ -87,6 +89,7 @@ def profile(
     data_root: options.DataRoot = None,
     wandb: options.Wandb = None,
     run_dir: options.RunDir = None,
+    resume: options.Resume = False,
     overwrite: options.Overwrite = False,
     offline: options.Offline = False,
     dry_run: options.DryRun = False,
@@ -129,7 +132,7 @@ def profile(
             document = describe(request)
         else:
             words = _text(text, data_root, offline) if request.settings.masks == "learned" else ""
-            document = run_profile(request, words, wandb=wandb, run_dir=run_dir, overwrite=overwrite)
+            document = run_profile(request, words, wandb=wandb, run_dir=run_dir, resume=resume, overwrite=overwrite)
         if json:
             emit_json(document)
 
@@ -183,11 +186,17 @@ def describe(request: Request) -> dict[str, Any]:
 
 
 def run_profile(
-    request: Request, words: str, *, wandb: str | None = None, run_dir: str | None = None, overwrite: bool = False
+    request: Request,
+    words: str,
+    *,
+    wandb: str | None = None,
+    run_dir: str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Measure into a run directory of its own; returns the summary."""
+    """Measure into a run directory of its own, or what is missing in one; returns the summary."""
     from widecli.cli.cost_card import duration
-    from widecli.cli.profile_tables import print_breakdown, print_points, print_saturation
+    from widecli.profiling.cells import MeasuredCells
     from widecli.profiling.grid import expected_seconds
     from widecli.profiling.measurement import POINTS_SCHEMA, measure, saturation
     from widecli.track.run import Run
@@ -195,50 +204,91 @@ def run_profile(
 
     if request.checkpoint and run_dir:
         options.refuse_own_directory(run_dir, request.checkpoint)
+    finished = Run.find_finished("profile", request.run_name, run_dir) if resume else None
+    if finished is not None:
+        return _finished_before(request, finished)
     recipe = request.recipe(wandb)
-    notes: list[str] = []
+    remarks: list[str] = []
 
     def remark(message: str) -> None:
         note(message)
-        notes.append(message)
+        if message not in remarks:
+            remarks.append(message)
 
     if request.outline.device.type == "cpu":
         remark("no GPU: the operators compute everything and mask, so what is skipped here saves no time")
     note(f"about {duration(expected_seconds(request.outline, request.settings))} on {request.where}, plus loading")
     subject = request.load(words)
-    run = Run.create("profile", request.run_name, recipe_yaml=recipe.text, run_dir=run_dir, overwrite=overwrite)
-    run.write_environment()
+    run = Run.create(
+        "profile", request.run_name, recipe_yaml=recipe.text, run_dir=run_dir, overwrite=overwrite, resume=resume
+    )
+    cells = MeasuredCells(run, request.identity())
+    remarks[:0] = [message for message in cells.notes if message not in remarks]
+    if not cells.points:
+        run.write_environment()
+    run.rewind_metrics(len(cells.points))
     tracker = start_wandb(recipe.track, run, request.settings.as_dict(), warn=warn)
     note(tracker.description)
     exit_code = 1
-    logged = 0
 
-    def done(point: dict[str, Any]) -> None:
-        nonlocal logged
-        point["run"] = str(run.path)
-        figures = {
-            f"{point['phase']} {key}": point[key] for key in ("batch", "prompt", "sparsity", "group_size", "patterns")
-        }
-        figures |= {f"{point['phase']} {side}": point[side]["p50_ms"] for side in ("dense", "routed")}
-        figures[f"{point['phase']} speedup"] = point["speedup"]
-        run.log(logged, **figures)
-        tracker.log(logged, figures)
-        logged += 1
+    def done(points: list[dict[str, Any]]) -> None:
+        for logged, point in enumerate(points, len(cells.points)):
+            point["run"] = str(run.path)
+            figures = _figures(point)
+            run.log(logged, **figures)
+            tracker.log(logged, figures)
+        cells.add(points, remarks)
 
     try:
-        points = measure(subject, request.settings, note, remark, done)
+        points = measure(subject, request.settings, note, remark, done, cells.of)
         most = saturation(points) if request.settings.throughput else None
-        found = {"points_schema": POINTS_SCHEMA, "points": points, "throughput": most, "notes": notes}
+        found = {"points_schema": POINTS_SCHEMA, "points": points, "throughput": most, "notes": remarks}
         summary = run.write_summary({**request.facts(subject), **found})
+        cells.finish()
         tracker.summarise({"points": len(points)})
         exit_code = 0
+    except KeyboardInterrupt:
+        note(f"{run.path} holds what was measured until now: --resume continues it")
+        raise
     finally:
         run.close()
         tracker.finish(exit_code)
-    print_points(points, request.outline.name, request.settings.masks)
-    if request.settings.breakdown:
-        print_breakdown(points)
-    if most:
-        print_saturation(most)
+    _show(summary)
     note(f"run: {run.path}")
     return summary
+
+
+def _finished_before(request: Request, run: Run) -> dict[str, Any]:
+    """The summary of a run that came to its end. Raises UsageError when it measured something else."""
+    import json
+
+    summary = run.summary()
+    assert summary is not None  # it is finished
+    settings = json.loads(json.dumps(request.settings.as_dict()))
+    if (summary["model"], summary["settings"]) != (request.outline.name, settings):
+        raise UsageError(
+            f"{run.path} holds a finished run of something else; --overwrite replaces it, --run-dir names another "
+            "directory."
+        )
+    note(f"{run.path} is finished already")
+    _show(summary)
+    return summary
+
+
+def _figures(point: dict[str, Any]) -> dict[str, Any]:
+    """What a metrics line says of a point."""
+    phase = point["phase"]
+    figures = {f"{phase} {key}": point[key] for key in ("batch", "prompt", "sparsity", "group_size", "patterns")}
+    figures |= {f"{phase} {side}": point[side]["p50_ms"] for side in ("dense", "routed")}
+    return figures | {f"{phase} speedup": point["speedup"]}
+
+
+def _show(summary: dict[str, Any]) -> None:
+    from widecli.cli.profile_tables import print_breakdown, print_points, print_saturation
+
+    points, settings = summary["points"], summary["settings"]
+    print_points(points, summary["model"], settings["masks"])
+    if settings["breakdown"]:
+        print_breakdown(points)
+    if summary["throughput"]:
+        print_saturation(summary["throughput"])

@@ -59,9 +59,14 @@ def measure(
     settings: Settings,
     note: Callable[[str], None],
     remark: Callable[[str], None],
-    done: Callable[[Point], None],
+    done: Callable[[list[Point]], None],
+    known: Callable[[int, int], list[Point]],
 ) -> list[Point]:
-    """All points, each handed to `done` as soon as it is there; `note` takes progress, `remark` what to remember."""
+    """All points, those of a cell handed to `done` as soon as they are there.
+
+    `known(batch, prompt)` gives those of a cell that need not be measured. `note` takes progress, `remark` what to
+    remember.
+    """
     meter = None
     if settings.energy:
         meter, why_not = EnergyMeter.open(subject.outline.device)
@@ -73,11 +78,15 @@ def measure(
     points: list[Point] = []
     for prompt in settings.prompts:
         for batch in settings.batches:
-            note(f"batch {batch}, prompt {prompt}: {len(subject.variants)} routed beside dense")
-            for point in Cell(subject, settings, batch, prompt, meter, theirs, remark).measure():
-                points.append(point)
-                done(point)
-            _release(subject.outline.device)
+            found = known(batch, prompt)
+            if found:
+                note(f"batch {batch}, prompt {prompt}: measured before")
+            else:
+                note(f"batch {batch}, prompt {prompt}: {len(subject.variants)} routed beside dense")
+                found = Cell(subject, settings, batch, prompt, meter, theirs, remark).measure()
+                done(found)
+                _release(subject.outline.device)
+            points += found
     return points
 
 

@@ -137,6 +137,19 @@ class Request:
         subject.dense.check_length(grid.capacity_of(self.settings, longest))
         return subject
 
+    def identity(self) -> dict[str, Any]:
+        """What is measured, and on what: two runs that agree in this measure the same."""
+        import importlib.metadata
+
+        return {
+            "model": self.outline.name,
+            "checkpoint": None if self.checkpoint is None else checkpoint.content_hash(self.checkpoint),
+            "text": self.flags.text if self.settings.masks == "learned" else None,
+            "settings": json.loads(json.dumps(self.settings.as_dict())),
+            "device": self.where,
+            **{name: importlib.metadata.version(name) for name in ("torch", "triton", "transformers")},
+        }
+
     def facts(self, subject: Subject) -> dict[str, Any]:
         """What a summary says besides its points."""
         peaks = peaks_of(self.outline.device, self.outline.dtype)

@@ -19,8 +19,9 @@ from widecli.storage import plain, unwritable, write_json, write_text
 from widecli.track.summary import completed
 
 RUNS = Path("runs")
-CONTINUABLE = ("calibrate", "lora")
-"""Commands with checkpoints on the way, which take `--resume`."""
+_TRAIN = ("calibrate", "lora")
+CONTINUABLE = (*_TRAIN, "profile")
+"""Commands that keep what they have on the way, which take `--resume`."""
 _LONGEST_LINE_BYTES = 1 << 20
 # What may differ when a run continues: none of it changes the batches, the noise or the learning rates.
 _FREE_ON_RESUME = ("track.", "eval.", "distributed.", "train.save_every")
@@ -103,7 +104,7 @@ class Run:
     @property
     def holds_nothing(self) -> bool:
         """It ended before it had anything to lose, and its command measures all of it or nothing."""
-        if self.command in CONTINUABLE or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir())):
+        if self.command in _TRAIN or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir())):
             return False
         return {p.name for p in self.path.iterdir()} <= {"recipe.yaml", "environment.json", "checkpoints"}
 

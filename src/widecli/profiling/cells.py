@@ -1,0 +1,65 @@
+"""What a run has measured so far, kept beside it until it is finished: a killed `wide profile` loses one cell at most.
+
+Dense and routed of a cell took turns in one process, so cells are kept or measured anew as wholes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from widecli.errors import UsageError
+from widecli.track.run import Run
+
+SCHEMA = "wide.profile_cells/1"
+_NAME = "cells.json"
+
+
+class MeasuredCells:
+    """The points of whole cells of a run, in the order in which they were measured, and what was remarked.
+
+    `what` says what is measured, and on what: cells of anything else are not this run's.
+    """
+
+    def __init__(self, run: Run, what: Mapping[str, Any]) -> None:
+        """Raises UsageError when the run's cells are of something else."""
+        self._run = run
+        self._what = dict(what)
+        self.points: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        stored = _read(run.path / _NAME)
+        if stored is None:
+            return
+        changed = [key for key, value in self._what.items() if stored["what"].get(key) != value]
+        if changed:
+            key = changed[0]
+            raise UsageError(
+                f"{run.path} cannot be resumed: {key} was {stored['what'].get(key)} and is now {self._what[key]}; "
+                "--overwrite measures everything anew, --run-dir names another directory."
+            )
+        self.points, self.notes = stored["points"], stored["notes"]
+
+    def of(self, batch: int, prompt: int) -> list[dict[str, Any]]:
+        """The points of a cell, none if it was not measured."""
+        return [point for point in self.points if (point["batch"], point["prompt"]) == (batch, prompt)]
+
+    def add(self, points: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
+        """Keep a cell's points, and all remarks up to them."""
+        self.points += points
+        self.notes = list(notes)
+        document = {"schema": SCHEMA, "what": self._what, "points": self.points, "notes": self.notes}
+        self._run.write_json(_NAME, document)
+
+    def finish(self) -> None:
+        """The run's summary holds everything now."""
+        (self._run.path / _NAME).unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return stored if isinstance(stored, dict) and stored.get("schema") == SCHEMA else None
