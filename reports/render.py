@@ -37,8 +37,8 @@ versions, device), the calibration also `metrics.jsonl`. `page/` is the page, an
 reports/smollm2-h200-sweep reports/smollm2-h200-patterns reports/profile reports/kernels reports/scaling` makes of them.
 
 A record made on a checkout with changes on top names the revision below them and `dirty`. The sweep, `scaling` and the
-profiles `hf`, `tpot`, `sweep-ttft`, `sweep-tpot` and `smollm2` ran the code of 8ca0ab6; `kernels/h200_patterns`, the
-profiles `ttft` and `patterns` and the `late` runs at S = 50 % that of 4d7c123.
+profiles `hf`, `tpot`, `sweep-ttft` and `smollm2` ran the code of 8ca0ab6; `kernels/h200_patterns`, the profile
+`patterns` and the `late` runs at S = 50 % that of 4d7c123; the profiles `ttft` and `sweep-tpot` that of c1b18c1.
 
 [`smollm2-h200-sweep`](smollm2-h200-sweep/README.md): sparsity 0.1 to 0.7 for groups and for whole parts, G from 16 to
 512, and what LoRA adds to groups: `wide sweep smollm2_sparsity`, `smollm2_groups` and `smollm2_lora --modes wide`, as

@@ -93,6 +93,11 @@ def _everything(records: list[Record]) -> Iterator[tuple[Record, Point]]:
     return iter(sorted(pairs, key=lambda pair: _order(*pair)))
 
 
+def _by_date(records: list[Record]) -> Iterator[tuple[Record, Point]]:
+    """In the same order, equal points as they were measured."""
+    return _everything(sorted(records, key=lambda record: str(record.environment["date"])))
+
+
 def _order(record: Record, point: Point) -> tuple[Any, ...]:
     keys = ("batch", "prompt", "group_size")
     return (record.summary["model"], point["phase"], *(point[key] for key in keys), groups_of(point), point["sparsity"])
@@ -144,12 +149,12 @@ def nothing_skipped(records: list[Record]) -> str:
 
 
 def end_to_end(records: list[Record]) -> str:
-    """First token and further ones together, from points of both phases."""
+    """First token and further ones together, from points of both phases; of points measured again the latest."""
     found: dict[tuple[Any, ...], dict[str, Point]] = defaultdict(dict)
-    for record, point in _everything(records):
+    for record, point in _by_date(records):
         key = (record.summary["model"], point["batch"], point["prompt"], groups_of(point), point["sparsity"])
         if point["masks"] == "random":  # a learned share differs from phase to phase
-            found[key].setdefault(point["phase"], point)
+            found[key][point["phase"]] = point
     rows = []
     for (model, batch, prompt, groups, sparsity), phases in found.items():
         if len(phases) < 2:
@@ -270,7 +275,7 @@ def short(records: list[Record]) -> str:
     """
     found: dict[tuple[Any, ...], dict[str, Any]] = defaultdict(dict)
     among_several = {r.summary["model"] for r in records for p in r.points if p["group_size"] == _README_GROUP_SIZE}
-    for record, point in _everything(sorted(records, key=lambda record: str(record.environment["date"]))):
+    for record, point in _by_date(records):
         if point["masks"] == "learned":
             if point["batch"] > 1:
                 continue
