@@ -108,7 +108,9 @@ def vector_kernel(
 
 def vector_config(columns: int, depth: int, width: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
     """As in `gemm_mn`; AT_ONCE groups fill a step, 0 where it is walked over. LISTED says which, where both can be."""
-    config = {"BN": 4, "BC": 128, "num_warps": 4, "PDL": int(is_hopper(device))}
+    # Tiles of 512 chunks; as long as it takes for a step to hold some groups, if twice the length does.
+    long = 128 * 8 < FEWEST_AT_ONCE * width <= 256 * 8
+    config = {"BN": 2 if long else 4, "BC": 256 if long else 128, "num_warps": 4, "PDL": int(is_hopper(device))}
     config |= tuned("vector_k", 1, width, dtype)
     config["BN"] = largest_power(columns, config["BN"])
     config["BC"] = min(config["BC"], padded_rows(-(-depth // 8)))
