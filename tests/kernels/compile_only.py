@@ -150,6 +150,32 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
     return found
 
 
+def engine_kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
+    """The inference engine's own steps."""
+    from widecli.engine import fused_triton as steps
+
+    p = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
+    heads: dict[str, Any] = {"HEADS": 32, "KV_HEADS": 8, "PDL": 0}
+    places = f"{p} {p} {p} {p} {p} *i64"
+    found: dict[str, tuple[Any, str, dict[str, Any]]] = {
+        "normalise": (steps.normalise_kernel, f"{p} {p} {p} i32 fp32", {"SIZE": D, "PADDED": D, "PDL": 0}),
+        "rotate": (
+            steps.rotate_kernel,
+            f"{p} {p} {p} {places} i32 i32 i32",
+            heads | {"HALF": 64, "HALF_PADDED": 64, "AT_ONCE": steps.HEADS_AT_ONCE},
+        ),
+        "count": (steps.count_kernel, "*u8 *u8 *i64 *i64 i32 i32", {"BLOCK": steps.COUNTED_AT_ONCE}),
+    }
+    for groups in (0, 8):
+        sizes: dict[str, Any] = {"K": D, "G": 512, "GROUPS": groups, "SIZE": 128, "HAS_BIAS": True}
+        found[f"project groups={groups}"] = (
+            steps.project_kernel,
+            f"{p} {p} {p} *u8 {places}",
+            sizes | mn_one.vector_config(D, 128, False, dtype, ANYWHERE) | heads,
+        )
+    return found
+
+
 def pattern_kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
     """Products of tokens that follow patterns of narrow groups and of wide ones."""
     p = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
@@ -261,8 +287,10 @@ def main() -> None:
         result["kernels"][name] = compiled(kernel, types, values, target)
     for dtype in sys.argv[2:] or ["bfloat16"]:
         kind = getattr(torch, dtype)
-        found = kernels(kind) | pattern_kernels(kind) | attention_kernels(kind)
+        found = kernels(kind) | engine_kernels(kind) | pattern_kernels(kind) | attention_kernels(kind)
         for name, (kernel, types, values) in found.items():
+            if "PDL" in values and sys.argv[1] == "sm_90":
+                values = values | {"PDL": 1}  # as the launchers choose where the GPU is one
             result["kernels"][f"{name} {dtype}"] = compiled(kernel, types, values, target)
     if sys.argv[1] == "sm_90":
         result["kernels"]["tile_prefill gluon"] = hopper_prefill(target)

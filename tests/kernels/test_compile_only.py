@@ -23,7 +23,7 @@ def compiled(
 ) -> dict[str, Any]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {
-        "PYTHONPATH": str(repository / "kernels"),
+        "PYTHONPATH": os.pathsep.join(str(repository / folder) for folder in ("kernels", "src")),
         "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
     }
     script = Path(__file__).with_name("compile_only.py")

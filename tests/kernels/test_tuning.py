@@ -51,7 +51,7 @@ def test_results_are_kept_and_added_to(tmp_path: Path) -> None:
         "",
         "[1, 2]",
         '{"schema": "old", "entries": []}',
-        '{"schema": "wide_kernels.tuning/1", "entries": [{"kernel": "few_rows_k"}]}',
+        '{"schema": "wide_kernels.tuning/2", "entries": [{"kernel": "few_rows_k"}]}',
         json.dumps({"schema": disk.SCHEMA, "entries": [{**KEY._asdict(), "config": {"BN": "64"}}]}),
         json.dumps({"schema": disk.SCHEMA, "entries": [{**KEY._asdict(), "rows": None, "config": {}}]}),
     ],

@@ -80,7 +80,21 @@ def test_a_killed_run_goes_on_with_the_cells_that_it_has_not_measured(
 
     again = wide("profile", *SHAPE, *grid, "--resume", "--json")
     assert again.document == whole.document and "is finished already" in again.err
-    wide("profile", *SHAPE, *grid, "--ttft", "--resume").refused_with("finished run of something else")
+    wide("profile", *SHAPE, *grid, "--ttft", "--resume").refused_with("cannot be resumed: settings was")
+    wide("profile", *SHAPE, *grid, "--dtype", "bfloat16", "--resume").refused_with("device was the CPU, float32 and")
+
+
+def test_only_a_profile_is_resumed_by_a_profile(wide: Wide, workplace: Path) -> None:
+    other = workplace / "runs" / "calibrate-x"
+    (other / "checkpoints").mkdir(parents=True)
+    (other / "recipe.yaml").write_text("model: {name: 128x256x2}\n")
+    (other / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n')
+    again = ("profile", *SHAPE, "--prompt", 8, "--run-dir", other, "--resume")
+    wide(*again).refused_with("holds nothing that wide profile could continue")
+    (other / "summary.json").write_text('{"schema": "wide.summary/1", "command": "calibrate"}')
+    wide(*again).refused_with("holds nothing that wide profile could continue")
+    assert (other / "metrics.jsonl").read_text() == '{"step": 1, "loss": 3.0}\n'
+    assert wide("profile", *SHAPE, "--prompt", 8, "--run-dir", "new", "--resume").code == 0  # starts what is not there
 
 
 def test_the_report_draws_what_a_sweep_over_shares_measured(wide: Wide, workplace: Path) -> None:

@@ -21,9 +21,8 @@ def decode_config(size: int, dtype: torch.dtype, device: torch.device, blocks_of
         config["BN"] = 32
     if size > 128 and dtype is torch.float32:
         config["BN"] = 16
-    programs = config["EACH"] * multiprocessors(device)
-    if config["BN"] == 64 and blocks_of < 64 * programs:  # else some would have nothing to do
-        config["BN"] = 32
+    if config["BN"] == 64 and blocks_of < 64 * config["EACH"] * multiprocessors(device):
+        config["BN"] = 32  # else some would have nothing to do
     config |= forced("attention_decode")
     programs = config.pop("EACH") * multiprocessors(device)
     return config | {"PROGRAMS": max(1, min(programs, -(-blocks_of // config["BN"])))}

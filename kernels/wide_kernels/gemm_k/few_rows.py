@@ -97,7 +97,7 @@ def rows_kernel(
 def rows_config(
     rows: int, columns: int, depth: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, int]:
-    """For several: tall tiles, so that h, which every column tile reads, weighs little; splits until the GPU is full.
+    """Tall tiles, so that h, which every column tile reads, weighs little; splits until the GPU is full.
 
     A step stays within a group, so narrow groups get shallow steps.
     """

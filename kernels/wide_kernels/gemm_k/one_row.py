@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from wide_kernels.dispatch import is_hopper, on_device_of
 from wide_kernels.tuning.lookup import overlapped, tuned
 from wide_kernels.tuning.tiles import largest_power, padded_rows
+from wide_kernels.vector_tiles import products_with, weights_of
 
 MOST_COMPARED = 8192  # (groups of a step) x (all groups): what finding the groups of a step takes
 FEWEST_AT_ONCE = 4  # groups of a step, below which skipped ones leave it whole anyway
@@ -40,21 +41,6 @@ def depths(mask, before, active, first, K: tl.constexpr, G: tl.constexpr, AT_ONC
         return spread * G + chunk % G, places < active
     depth = first + chunk
     return depth, tl.load(mask + depth // G, mask=depth < K, other=0) != 0
-
-
-@triton.jit
-def weights_of(weight, columns, depth, counts, K: tl.constexpr):
-    """weight[columns, depth ... + 8] as [BC, BN, 8], zeros where it does not count."""
-    # Chunks come first in the tile: neighbouring threads then read neighbouring chunks of one row.
-    offset = columns[None, :, None].to(tl.int64) * K + (depth[:, None] + tl.arange(0, 8)[None, :])[:, None, :]
-    return tl.load(weight + offset, mask=counts[:, None, None], other=0.0)
-
-
-@triton.jit
-def products_with(h, tile, depth, counts):
-    """Sums [BC, BN] of a tile of weights times the row's values there."""
-    a = tl.load(h + depth[:, None] + tl.arange(0, 8)[None, :], mask=counts[:, None], other=0.0)
-    return tl.sum(a.to(tl.float32)[:, None, :] * tile.to(tl.float32), 2)
 
 
 @triton.jit
@@ -88,18 +74,18 @@ def vector_kernel(
         before = tl.cumsum(runs, 0)
         end = tl.sum(runs, 0)
     depth, counts = depths(mask, before, end, 0, K, G, AT_ONCE, BC)
-    tile = weights_of(weight, columns, depth, counts, K)
+    tile = weights_of(weight, columns, depth, counts, K, True)
     if PDL and EARLY:
         gdc_wait()
         gdc_launch_dependents()
     # Where the next step reads is found while this one's weights are on their way.
     next_depth, next_counts = depths(mask, before, end, STEP, K, G, AT_ONCE, BC)
-    acc = products_with(h, tile, depth, counts)
+    acc = products_with(h, tile, depth, counts, True)
     for first in range(STEP, end, STEP):
         depth, counts = next_depth, next_counts
-        tile = weights_of(weight, columns, depth, counts, K)
+        tile = weights_of(weight, columns, depth, counts, K, True)
         next_depth, next_counts = depths(mask, before, end, first + STEP, K, G, AT_ONCE, BC)
-        acc += products_with(h, tile, depth, counts)
+        acc += products_with(h, tile, depth, counts, True)
     y = tl.sum(acc, 0)
     if HAS_RESIDUAL:
         y += tl.load(residual + columns).to(tl.float32)
@@ -116,8 +102,7 @@ def vector_config(columns: int, depth: int, width: int, dtype: torch.dtype, devi
     config["BC"] = min(config["BC"], padded_rows(-(-depth // 8)))
     groups = padded_rows(depth // width)
     at_once, rest = divmod(config["BC"] * 8, width)
-    pays = at_once >= FEWEST_AT_ONCE and at_once * groups <= MOST_COMPARED
-    listed = config.pop("LISTED", pays) and not rest
+    listed = config.pop("LISTED", at_once >= FEWEST_AT_ONCE) and not rest and at_once * groups <= MOST_COMPARED
     return overlapped(config | {"NP": groups, "AT_ONCE": at_once if listed else 0})
 
 
@@ -128,6 +113,7 @@ def project(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None, ea
     out = torch.empty(1, columns, dtype=h.dtype, device=h.device)
     with on_device_of(h):
         config = vector_config(columns, depth, width, h.dtype, h.device)
+        early = early and mask.is_contiguous()  # else the launch before this one copies it
         vector_kernel[(columns // config["BN"],)](
             h, weight, out if residual is None else residual.contiguous(), out, mask.contiguous().view(torch.uint8),
             depth, width, HAS_RESIDUAL=residual is not None, EARLY=early, **config,

@@ -97,7 +97,7 @@ def rows_kernel(
 def rows_config(
     rows: int, depth: int, width: int, gated: bool, dtype: torch.dtype, device: torch.device
 ) -> dict[str, int]:
-    """For several: tall tiles, so that the rows of x, which every program reads, weigh little beside the weights."""
+    """Tall tiles, so that the rows of x, which every program reads, weigh little beside the weights."""
     config = {"BN": 64, "BK": 128 if rows <= 32 else 64, "num_warps": 4 if rows <= 64 else 8, "PDL": 0}
     config["PDL"] = int(rows <= OVERLAPPED_ROWS and is_hopper(device))
     config["num_stages"] = 3 if gated else 4

@@ -39,7 +39,7 @@ def gemm_mn(
     no columns: a dense product). `activation`: silu, gelu, gelu_tanh, relu or None. Differentiable in x, weight and
     bias. Raises UnsupportedError.
 
-    `early` vouches that weight and bias were complete before the launch that precedes this one: on a Hopper GPU one
+    `early` vouches that the weight was complete before the launch that precedes this one: on a Hopper GPU one
     row's dense product then fetches its first weights while that launch still runs.
     """
     problem = gemm_mn_problem(x, weight, layout, bias, activation, mask=mask, always=always)

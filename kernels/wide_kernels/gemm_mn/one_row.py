@@ -19,27 +19,7 @@ from wide_kernels.dispatch import is_hopper, on_device_of
 from wide_kernels.gemm_mn.triton import activated
 from wide_kernels.tuning.lookup import overlapped, tuned
 from wide_kernels.tuning.tiles import largest_power, padded_rows
-
-
-@triton.jit
-def weights_of(weight, columns, chunk, first, K: tl.constexpr, BC: tl.constexpr):
-    """weight[columns, first + chunk ... + 8] as [BC, BN, 8], zeros beyond K."""
-    # Chunks come first in the tile: neighbouring threads then read neighbouring chunks of one row.
-    offset = columns[None, :, None].to(tl.int64) * K + (chunk[:, None] + tl.arange(0, 8)[None, :])[:, None, :]
-    if K % (BC * 8) == 0:
-        return tl.load(weight + first + offset)
-    return tl.load(weight + first + offset, mask=(first + chunk < K)[:, None, None], other=0.0)
-
-
-@triton.jit
-def products_with(x, tile, chunk, first, K: tl.constexpr, BC: tl.constexpr):
-    """Sums [BC, BN] of a tile of weights times the row's values there."""
-    depth = chunk[:, None] + tl.arange(0, 8)[None, :]
-    if K % (BC * 8) == 0:
-        a = tl.load(x + first + depth)
-    else:
-        a = tl.load(x + first + depth, mask=(first + chunk < K)[:, None], other=0.0)
-    return tl.sum(a.to(tl.float32)[:, None, :] * tile.to(tl.float32), 2)
+from wide_kernels.vector_tiles import products_with, weights_of
 
 
 @triton.jit
@@ -69,10 +49,11 @@ def vector_kernel(
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     group = tl.program_id(0) * BN // G
     chunk = tl.arange(0, BC) * 8
+    MASKED: tl.constexpr = K % (BC * 8) != 0
     if EARLY:
-        tile = weights_of(weight, columns, chunk, 0, K, BC)
+        tile = weights_of(weight, columns, chunk, chunk < K, K, MASKED)
         if GATED:
-            tile_up = weights_of(weight_up, columns, chunk, 0, K, BC)
+            tile_up = weights_of(weight_up, columns, chunk, chunk < K, K, MASKED)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -86,14 +67,16 @@ def vector_kernel(
         acc = tl.zeros((BC, BN), tl.float32)
         acc_up = tl.zeros((BC, BN), tl.float32)
         if EARLY:
-            acc = products_with(x, tile, chunk, 0, K, BC)
+            acc = products_with(x, tile, chunk, chunk < K, MASKED)
             if GATED:
-                acc_up = products_with(x, tile_up, chunk, 0, K, BC)
+                acc_up = products_with(x, tile_up, chunk, chunk < K, MASKED)
         for first in range(BC * 8 if EARLY else 0, K, BC * 8):
-            tile = weights_of(weight, columns, chunk, first, K, BC)
+            depth = first + chunk
+            tile = weights_of(weight, columns, depth, depth < K, K, MASKED)
             if GATED:
-                acc_up += products_with(x, weights_of(weight_up, columns, chunk, first, K, BC), chunk, first, K, BC)
-            acc += products_with(x, tile, chunk, first, K, BC)
+                tile_up = weights_of(weight_up, columns, depth, depth < K, K, MASKED)
+                acc_up += products_with(x, tile_up, depth, depth < K, MASKED)
+            acc += products_with(x, tile, depth, depth < K, MASKED)
         y = tl.sum(acc, 0)
         if HAS_BIAS:
             y += tl.load(bias + columns).to(tl.float32)

@@ -40,6 +40,7 @@ def norm_route(
     rows' weights are then fetched while that launch still runs.
     """
     chosen = choose(norm_route_problem(x, norm_weight, w1, b1, w2, b2, eps, tap=tap), backend)
+    early = early and all(tensor.is_contiguous() for tensor in (norm_weight, w1, b1, w2, b2))  # else copied just now
     contiguous = [tensor.contiguous() for tensor in (x, norm_weight, w1, b1, w2, b2)]
     normalised, mask = torch.ops.wide_kernels.norm_route(*contiguous, eps, tap, early, chosen)
     return normalised, mask

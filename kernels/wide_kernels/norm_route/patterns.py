@@ -39,6 +39,7 @@ def norm_route_patterns(
     """
     problem = norm_route_patterns_problem(x, norm_weight, w1, b1, w2, b2, numbers, eps, patterns=patterns, tap=tap)
     chosen = choose(problem, backend)
+    early = early and all(tensor.is_contiguous() for tensor in (norm_weight, w1, b1, w2, b2))  # else copied just now
     contiguous = [tensor.contiguous() for tensor in (x, norm_weight, w1, b1, w2, b2, numbers)]
     patterns = None if patterns is None else patterns.contiguous()
     normalised, ids, mask = torch.ops.wide_kernels.norm_route_patterns(*contiguous, patterns, eps, tap, early, chosen)

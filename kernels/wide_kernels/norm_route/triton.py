@@ -5,7 +5,7 @@ for the other chunks of its rows, adds up the shares (in a fixed order, so resul
 tile, and decides for its part of the (rows, groups), or picks patterns for its part of the (rows, segments). Tall tiles
 read w1 seldom; short chunks keep so little in flight that the second walk over the tile finds it in L2. Where programs
 cannot wait for each other (Triton's interpreter runs one after the other; a GPU with very few multiprocessors), the two
-halves are two launches.
+halves are two launches. A few rows, which fill no tile, have a kernel of their own (few_rows.py).
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 

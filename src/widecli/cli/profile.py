@@ -13,7 +13,6 @@ from widecli.errors import UsageError
 
 if TYPE_CHECKING:
     from widecli.profiling.request import Flags, Request
-    from widecli.track.run import Run
 
 _GRID = "What is measured"
 
@@ -199,14 +198,19 @@ def run_profile(
     from widecli.profiling.cells import MeasuredCells
     from widecli.profiling.grid import expected_seconds
     from widecli.profiling.measurement import POINTS_SCHEMA, measure, saturation
-    from widecli.track.run import Run
+    from widecli.track.run import Run, directory
     from widecli.track.wandb import start_wandb
 
     if request.checkpoint and run_dir:
         options.refuse_own_directory(run_dir, request.checkpoint)
-    finished = Run.find_finished("profile", request.run_name, run_dir) if resume else None
-    if finished is not None:
-        return _finished_before(request, finished)
+    identity = request.identity()
+    if resume:
+        path = directory("profile", request.run_name, run_dir)
+        finished = _refuse_other_run(path, identity)
+        if finished is not None:
+            note(f"{path} is finished already")
+            _show(finished)
+            return finished
     recipe = request.recipe(wandb)
     remarks: list[str] = []
 
@@ -222,7 +226,7 @@ def run_profile(
     run = Run.create(
         "profile", request.run_name, recipe_yaml=recipe.text, run_dir=run_dir, overwrite=overwrite, resume=resume
     )
-    cells = MeasuredCells(run, request.identity())
+    cells = MeasuredCells(run.path, identity)
     remarks[:0] = [message for message in cells.notes if message not in remarks]
     if not cells.points:
         run.write_environment()
@@ -232,18 +236,20 @@ def run_profile(
     exit_code = 1
 
     def done(points: list[dict[str, Any]]) -> None:
-        for logged, point in enumerate(points, len(cells.points)):
+        first = len(cells.points)
+        for point in points:
             point["run"] = str(run.path)
+        cells.add(points, remarks)  # before it is told: what is told twice W&B takes once
+        for logged, point in enumerate(points, first):
             figures = _figures(point)
             run.log(logged, **figures)
             tracker.log(logged, figures)
-        cells.add(points, remarks)
 
     try:
         points = measure(subject, request.settings, note, remark, done, cells.of)
         most = saturation(points) if request.settings.throughput else None
         found = {"points_schema": POINTS_SCHEMA, "points": points, "throughput": most, "notes": remarks}
-        summary = run.write_summary({**request.facts(subject), **found})
+        summary = run.write_summary({**request.facts(subject), "identity": identity, **found})
         cells.finish()
         tracker.summarise({"points": len(points)})
         exit_code = 0
@@ -258,21 +264,23 @@ def run_profile(
     return summary
 
 
-def _finished_before(request: Request, run: Run) -> dict[str, Any]:
-    """The summary of a run that came to its end. Raises UsageError when it measured something else."""
-    import json
+def _refuse_other_run(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """The summary of the run at `path`, None if it did not come to its end.
 
+    Raises UsageError where something else was measured there or another command ran.
+    """
+    from widecli.profiling.cells import MeasuredCells, refuse_other
+    from widecli.track.run import Run
+
+    run = Run(path, "profile")
     summary = run.summary()
-    assert summary is not None  # it is finished
-    settings = json.loads(json.dumps(request.settings.as_dict()))
-    if (summary["model"], summary["settings"]) != (request.outline.name, settings):
-        raise UsageError(
-            f"{run.path} holds a finished run of something else; --overwrite replaces it, --run-dir names another "
-            "directory."
-        )
-    note(f"{run.path} is finished already")
-    _show(summary)
-    return summary
+    if summary is not None and "identity" in summary:
+        refuse_other(path, summary["identity"], identity)
+        return summary
+    cells = MeasuredCells(path, identity)
+    if path.is_dir() and any(path.iterdir()) and not cells.points and not run.holds_nothing:
+        raise UsageError(f"{path} holds nothing that wide profile could continue; name another one with --run-dir.")
+    return None
 
 
 def _figures(point: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Element-wise steps that should take one pass over memory: Triton on a GPU, plain torch on a CPU."""
+"""The engine's own steps, one launch each on a GPU (Triton), plain torch on a CPU."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def project_and_store(
     """Queries, keys and values of one row x [1, D] on a GPU and `rotate_and_store`, in one launch: q [1, H_q, d].
 
     `mask` bool [1, N] decides on the first N groups of `width` channels, the rest runs; with N = 0 the first weights
-    are fetched while the launch before this one ends. `heads`: H_q, H_k and d, a multiple of 8.
+    are fetched while the launch before this one ends. `heads`: H_q, H_k and d. D must be a multiple of 8.
     """
     from widecli.engine import fused_triton
 

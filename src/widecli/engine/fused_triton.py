@@ -1,8 +1,8 @@
-"""Triton: the element-wise steps of `fused.py`, one launch each.
+"""Triton: the steps of `fused.py`, one launch each.
 
 A compiled torch function did the same at a tenth of the memory's speed (1.07 ms a layer for 16384 tokens of
 Llama-3.1-8B shapes on an H200) and cost every process seconds of compilation. PyTorch's own RMSNorm takes 4.2 us for
-one row there, this one 1.0. In a decode step each launch starts while the one before it ends (PDL).
+one row there, this one 1.0. What comes every layer of a decode step starts while the launch before it ends (PDL).
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -15,8 +15,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from wide_kernels.dispatch import is_hopper, on_device_of
-from wide_kernels.gemm_mn.one_row import products_with, vector_config, weights_of
+from wide_kernels.gemm_mn.one_row import vector_config
 from wide_kernels.gemm_mn.triton import activated
+from wide_kernels.vector_tiles import products_with, weights_of
 from widecli.engine.fused import Places
 from widecli.engine.weights import Linear, Norm
 
@@ -76,8 +77,9 @@ def project_kernel(
     column = tl.arange(0, BN)
     columns = head * SIZE + begin + column % PAIRS + column // PAIRS * HALF
     chunk = tl.arange(0, BC) * 8
+    MASKED: tl.constexpr = K % (BC * 8) != 0
     if GROUPS == 0:
-        tile = weights_of(weight, columns, chunk, 0, K, BC)
+        tile = weights_of(weight, columns, chunk, chunk < K, K, MASKED)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -88,9 +90,11 @@ def project_kernel(
     if runs:
         acc = tl.zeros((BC, BN), tl.float32)
         if GROUPS == 0:
-            acc = products_with(x, tile, chunk, 0, K, BC)
+            acc = products_with(x, tile, chunk, chunk < K, MASKED)
         for first in range(BC * 8 if GROUPS == 0 else 0, K, BC * 8):
-            acc += products_with(x, weights_of(weight, columns, chunk, first, K, BC), chunk, first, K, BC)
+            depth = first + chunk
+            tile = weights_of(weight, columns, depth, depth < K, K, MASKED)
+            acc += products_with(x, tile, depth, depth < K, MASKED)
         y = tl.sum(acc, 0)
         if HAS_BIAS:
             y += tl.load(bias + columns).to(tl.float32)

@@ -97,13 +97,13 @@ class Layer:
             o = step.attend(self.index, q, self.scale, route).reshape(len(x), heads * size)
         with within("o"):
             whole = route is not None and self.projects_whole(len(x))
-            return _add(x, o, self.weights.o, None if whole else route, step), route
+            return self._add(x, o, self.weights.o, None if whole else route, step), route
 
     def _at_once(self, x: Tensor, route: Route | None) -> bool:
         """Whether queries, keys and values take one launch together with their rotation and the cache."""
         norms = self.weights.query_norm is not None or self.weights.key_norm is not None
         decided = route is None or route.mask is not None
-        return _by_our_own(x) and self.weights.rotates and not norms and decided
+        return self._by_our_own(x) and self.weights.rotates and not norms and decided
 
     def _queries(self, x: Tensor, step: Step, route: Route | None) -> Tensor:
         """Rotated queries [rows, H_q, d] of the normalised x; keys and values go into the cache."""
@@ -116,11 +116,11 @@ class Layer:
                     qkv = self.weights.qkv
                     parts = wk.gemm_mn(x, qkv.weight, bias=qkv.bias, mask=route.mask, always=self.always)
                 else:
-                    parts = _project(x, self.weights.qkv, step)
+                    parts = self._project(x, self.weights.qkv, step)
                 q, k, v = torch.split(parts, [heads * size, kv_heads * size, kv_heads * size], -1)
             else:
                 q = wk.gemm_mn(x, self._q.weight, bias=self._q.bias, **route.arguments)
-                k, v = _project(x, self._kv, step).chunk(2, -1)
+                k, v = self._project(x, self._kv, step).chunk(2, -1)
         with within("rope_cache"):
             q, k, v = (part.view(len(x), -1, size) for part in (q, k, v))
             if self.weights.query_norm is not None:
@@ -139,7 +139,7 @@ class Layer:
             with within("gate_up"):
                 hidden = self._gated_whole(normalised, step)
             with within("down"):
-                return _add(x, hidden, self.weights.down, None, step)
+                return self._add(x, hidden, self.weights.down, None, step)
         if self.weights.down.bias is not None:
             x = x.add_(self.weights.down.bias)
         parts = self._parts if len(route.layouts) > 1 else [self._whole]
@@ -163,6 +163,45 @@ class Layer:
                 return x.addmm_(hidden, part.down.t())
             return wk.gemm_k(hidden, part.down, residual=x, early=True, **arguments)
 
+    def _by_our_own(self, x: Tensor) -> bool:
+        """Whether dense products are made by the routed ones' kernels with nothing skipped, not by the library.
+
+        One row on a GPU: they read at 3.6 to 4.4 TB/s, the library at 2.5 to 4.2 (the products of Llama-3.1-8B, H200).
+        """
+        return len(x) == 1 and x.is_cuda and self._taken
+
+    @cached_property
+    def _taken(self) -> bool:
+        """Whether Triton takes one row of all of this layer's products; asked when the first row comes."""
+        weights = self.weights
+        everything = torch.ones(1, 1, dtype=torch.bool, device=weights.o.weight.device)
+        found = []
+        for weight in (weights.qkv.weight, self._whole.gate.weight):
+            x = weight.new_empty(1, weight.shape[1])
+            found.append(wk.explain("gemm_mn", x, weight, mask=everything[:, :0], always=1))
+        for weight in (weights.o.weight, weights.down.weight):
+            found.append(wk.explain("gemm_k", weight.new_empty(1, weight.shape[1]), weight, mask=everything))
+        return all(answer.backend == "triton" for answer in found)
+
+    def _project(self, x: Tensor, linear: Linear, step: Step) -> Tensor:
+        if self._by_our_own(x):
+            nothing = step.cache.nothing
+            return wk.gemm_mn(x, linear.weight, bias=linear.bias, mask=nothing, always=1, early=True)
+        return F.linear(x, linear.weight, linear.bias)
+
+    def _add(self, x: Tensor, h: Tensor, linear: Linear, route: Route | None, step: Step) -> Tensor:
+        """x + linear(h), over the executed groups of h; overwrites x where the library can add in place.
+
+        The mask of a route is older than the launch before this one, which made h.
+        """
+        if linear.bias is not None:
+            x = x.add_(linear.bias)
+        if route is not None:
+            return wk.gemm_k(h, linear.weight, residual=x, early=True, **route.arguments)
+        if self._by_our_own(x):
+            return wk.gemm_k(h, linear.weight, residual=x, mask=step.cache.everything[:1], early=True)
+        return x.addmm_(h, linear.weight.t())
+
     def projects_whole(self, rows: int) -> bool:
         """Whether O and down take all of their inputs, of which skipped groups are zeros."""
         narrow = self.weights.down.weight.shape[0] < NARROW and rows >= DENSE_PROJECTIONS.start
@@ -182,12 +221,12 @@ class Layer:
 
     def _gated_whole(self, x: Tensor, step: Step) -> Tensor:
         gate, up = self._whole.gate, self._whole.up
-        if gate.bias is None and _by_our_own(x):
+        if gate.bias is None and self._by_our_own(x):
             nothing = step.cache.nothing
             return wk.gated_mlp_up(
                 x, gate.weight, up.weight, activation=self.activation, mask=nothing, always=1, early=True
             )
-        return activate_gate(_project(x, self.weights.gate_up, step), self.activation)
+        return activate_gate(self._project(x, self.weights.gate_up, step), self.activation)
 
     def _decide(self, x: Tensor, step: Step, decision: Decision | None, norm: Norm) -> tuple[Tensor, Route | None]:
         """(normalised x, the route)."""
@@ -213,32 +252,3 @@ def _ffn_part(weights: LayerWeights, begin: int, end: int) -> _FfnPart:
     gate_up = weights.gate_up
     down = weights.down.weight[:, begin:end].contiguous()
     return _FfnPart(gate_up.rows(begin, end), gate_up.rows(size + begin, size + end), down)
-
-
-def _by_our_own(x: Tensor) -> bool:
-    """Whether dense products are made by the routed ones' kernels with nothing skipped, not by the library.
-
-    One row on a GPU: they read at 3.6 to 4.4 TB/s, the library at 2.5 to 4.2 (the products of Llama-3.1-8B, H200).
-    """
-    return len(x) == 1 and x.is_cuda
-
-
-def _project(x: Tensor, linear: Linear, step: Step) -> Tensor:
-    if _by_our_own(x):
-        nothing = step.cache.nothing
-        return wk.gemm_mn(x, linear.weight, bias=linear.bias, mask=nothing, always=1, early=True)
-    return F.linear(x, linear.weight, linear.bias)
-
-
-def _add(x: Tensor, h: Tensor, linear: Linear, route: Route | None, step: Step) -> Tensor:
-    """x + linear(h), over the executed groups of h; overwrites x where the library can add in place.
-
-    The mask of a route is older than the launch before this one, which made h.
-    """
-    if linear.bias is not None:
-        x = x.add_(linear.bias)
-    if route is not None:
-        return wk.gemm_k(h, linear.weight, residual=x, early=True, **route.arguments)
-    if _by_our_own(x):
-        return wk.gemm_k(h, linear.weight, residual=x, mask=step.cache.everything[:1], early=True)
-    return x.addmm_(h, linear.weight.t())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from widecli.errors import UsageError
-from widecli.track.run import Run
+from widecli.storage import write_json
 
 SCHEMA = "wide.profile_cells/1"
 _NAME = "cells.json"
@@ -23,23 +23,16 @@ class MeasuredCells:
     `what` says what is measured, and on what: cells of anything else are not this run's.
     """
 
-    def __init__(self, run: Run, what: Mapping[str, Any]) -> None:
-        """Raises UsageError when the run's cells are of something else."""
-        self._run = run
+    def __init__(self, path: Path, what: Mapping[str, Any]) -> None:
+        """Raises UsageError when the run at `path` has cells of something else."""
+        self._path = path
         self._what = dict(what)
         self.points: list[dict[str, Any]] = []
         self.notes: list[str] = []
-        stored = _read(run.path / _NAME)
-        if stored is None:
-            return
-        changed = [key for key, value in self._what.items() if stored["what"].get(key) != value]
-        if changed:
-            key = changed[0]
-            raise UsageError(
-                f"{run.path} cannot be resumed: {key} was {stored['what'].get(key)} and is now {self._what[key]}; "
-                "--overwrite measures everything anew, --run-dir names another directory."
-            )
-        self.points, self.notes = stored["points"], stored["notes"]
+        stored = _read(path / _NAME)
+        if stored is not None:
+            refuse_other(path, stored["what"], self._what)
+            self.points, self.notes = stored["points"], stored["notes"]
 
     def of(self, batch: int, prompt: int) -> list[dict[str, Any]]:
         """The points of a cell, none if it was not measured."""
@@ -50,11 +43,21 @@ class MeasuredCells:
         self.points += points
         self.notes = list(notes)
         document = {"schema": SCHEMA, "what": self._what, "points": self.points, "notes": self.notes}
-        self._run.write_json(_NAME, document)
+        write_json(self._path / _NAME, document)
 
     def finish(self) -> None:
         """The run's summary holds everything now."""
-        (self._run.path / _NAME).unlink(missing_ok=True)
+        (self._path / _NAME).unlink(missing_ok=True)
+
+
+def refuse_other(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise UsageError, naming it, when a run measured something else or on something else."""
+    key = next((key for key in now if before.get(key) != now[key]), None)
+    if key is not None:
+        raise UsageError(
+            f"{path} cannot be resumed: {key} was {before.get(key)} and is now {now[key]}; --overwrite measures "
+            "everything anew, --run-dir names another directory."
+        )
 
 
 def _read(path: Path) -> dict[str, Any] | None:

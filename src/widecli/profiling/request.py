@@ -18,7 +18,7 @@ from widecli.model import checkpoint
 from widecli.model.backbone import default_device, load_shape, resolve_dtype
 from widecli.profiling import grid
 from widecli.profiling.bound import Phase, peaks_of
-from widecli.profiling.environment import gpus
+from widecli.profiling.environment import git_revision, gpus, package_version
 from widecli.profiling.subject import (
     Masks,
     Outline,
@@ -139,15 +139,14 @@ class Request:
 
     def identity(self) -> dict[str, Any]:
         """What is measured, and on what: two runs that agree in this measure the same."""
-        import importlib.metadata
-
         return {
             "model": self.outline.name,
             "checkpoint": None if self.checkpoint is None else checkpoint.content_hash(self.checkpoint),
             "text": self.flags.text if self.settings.masks == "learned" else None,
             "settings": json.loads(json.dumps(self.settings.as_dict())),
             "device": self.where,
-            **{name: importlib.metadata.version(name) for name in ("torch", "triton", "transformers")},
+            "code": git_revision() or package_version("widecli"),
+            **{name: package_version(name) for name in ("torch", "triton", "transformers")},
         }
 
     def facts(self, subject: Subject) -> dict[str, Any]:

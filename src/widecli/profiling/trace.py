@@ -112,7 +112,7 @@ def _ranges(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, str
 
 
 def breakdown(parts: Mapping[str, float], step_ms: float) -> dict[str, float]:
-    """The parts in their order, and what is left of the measured step as launch gaps (0 where kernels overlap).
+    """The parts in their order, and what is left of the measured step as launch gaps, never below 0.
 
     Empty when the profiler saw nothing: some machines do not let it read the device.
     """
