@@ -65,8 +65,10 @@ def decision(op: str, first: Tensor, layout: RouteLayout | None, mask: Tensor | 
         raise UnsupportedError(
             f"{op}: the layout must be a RouteLayout or a PatternLayout, got {type(layout).__name__}; see route_layout"
         )
-    if always < 0 or (always and layout is not None):
-        raise UnsupportedError(f"{op}: always counts groups behind those of mask=, got {always}")
+    if not isinstance(always, int) or always < 0:
+        raise UnsupportedError(f"{op}: always is how many groups come behind those of mask=, got {always!r}")
+    if always and layout is not None:
+        raise UnsupportedError(f"{op}: always={always} goes with mask=, not with a layout, which has all groups")
     chosen = layout.mask if layout is not None else mask
     assert chosen is not None  # exactly one of the two is there
     rows, _ = mask_sizes(op, chosen, least=0 if always else 1)

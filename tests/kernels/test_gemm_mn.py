@@ -103,10 +103,9 @@ def bad_calls() -> list[Any]:
     return [
         pytest.param(lambda: wk.gemm_mn(x, gate), "give either a layout or mask=, one of them", id="neither"),
         pytest.param(lambda: wk.gemm_mn(x, gate, layout, mask=mask), "not both", id="both"),
-        pytest.param(
-            lambda: wk.gemm_mn(x, gate, layout, always=1), "behind those of mask=, got 1", id="always, layout"
-        ),
+        pytest.param(lambda: wk.gemm_mn(x, gate, layout, always=1), "always=1 goes with mask=", id="always, layout"),
         pytest.param(lambda: wk.gemm_mn(x, gate, mask=mask, always=-1), "mask=, got -1", id="always below 0"),
+        pytest.param(lambda: wk.gemm_mn(x, gate, mask=mask, always=1.0), "mask=, got 1.0", id="always no integer"),
         pytest.param(lambda: wk.gemm_mn(x, gate, mask=mask, always=2), "5 groups do not divide N = 48", id="always"),
         pytest.param(lambda: wk.gemm_mn(x, gate, mask=mask[:, :0]), "the mask has no groups", id="no groups"),
         pytest.param(lambda: wk.gemm_mn(x, gate, mask=mask.float()), "mask must be bool", id="float mask"),

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_a_killed_run_goes_on_with_the_cells_that_it_has_not_measured(
     with (workplace / "kept" / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 6, "torn')  # of a cell that was cut off
     wide("profile", *SHAPE, *grid).refused_with("kept holds an unfinished run (--resume continues it)")
-    wide("profile", *SHAPE, *grid, "--ttft", "--resume").refused_with("cannot be resumed: settings was", "--overwrite")
+    wide("profile", *SHAPE, *grid, "--ttft", "--resume").refused_with("cannot be resumed: phases was", "--overwrite")
 
     monkeypatch.setattr(measurement.Cell, "measure", real)
     whole = wide("profile", *SHAPE, *grid, "--resume", "--json")
@@ -80,8 +81,33 @@ def test_a_killed_run_goes_on_with_the_cells_that_it_has_not_measured(
 
     again = wide("profile", *SHAPE, *grid, "--resume", "--json")
     assert again.document == whole.document and "is finished already" in again.err
-    wide("profile", *SHAPE, *grid, "--ttft", "--resume").refused_with("cannot be resumed: settings was")
+    wide("profile", *SHAPE, *grid, "--ttft", "--resume").refused_with("cannot be resumed: phases was")
+    wide("profile", *SHAPE, *grid, "--resume", "--overwrite").refused_with("give one of them")
     wide("profile", *SHAPE, *grid, "--dtype", "bfloat16", "--resume").refused_with("device was the CPU, float32 and")
+
+
+def test_a_scheduler_ends_a_run_as_resumable(wide: Wide, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = ("--ttft", "--batch", "1,2", "--prompt", 8, "--run-dir", "kept")
+    real, measured = measurement.Cell.measure, []
+
+    def told_to_stop(cell: measurement.Cell) -> list[measurement.Point]:
+        if measured:
+            os.kill(os.getpid(), signal.SIGTERM)
+        measured.append(cell)
+        return real(cell)
+
+    monkeypatch.setattr(measurement.Cell, "measure", told_to_stop)
+    wide("profile", *SHAPE, *grid).refused_with("stopped by a signal; --resume continues kept", code=75)
+    monkeypatch.setattr(measurement.Cell, "measure", real)
+    cells = workplace / "kept" / "cells.json"
+    whole = cells.read_text()
+    damaged = json.loads(whole)
+    damaged["points"][0] = {}
+    cells.write_text(json.dumps(damaged))
+    wide("profile", *SHAPE, *grid, "--resume").refused_with("holds nothing that wide profile could continue")
+    cells.write_text(whole)
+    done = wide("profile", *SHAPE, *grid, "--resume")
+    assert done.code == 0 and done.err.count("measured before") == 1
 
 
 def test_only_a_profile_is_resumed_by_a_profile(wide: Wide, workplace: Path) -> None:
@@ -93,6 +119,8 @@ def test_only_a_profile_is_resumed_by_a_profile(wide: Wide, workplace: Path) -> 
     wide(*again).refused_with("holds nothing that wide profile could continue")
     (other / "summary.json").write_text('{"schema": "wide.summary/1", "command": "calibrate"}')
     wide(*again).refused_with("holds nothing that wide profile could continue")
+    (other / "checkpoints" / "step-000001").mkdir()
+    wide(*again[:-1], "--overwrite").refused_with("holds the checkpoints of a training run")
     assert (other / "metrics.jsonl").read_text() == '{"step": 1, "loss": 3.0}\n'
     assert wide("profile", *SHAPE, "--prompt", 8, "--run-dir", "new", "--resume").code == 0  # starts what is not there
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from widecli.cli import options
 from widecli.cli.console import emit_json, note, stdout_for_document, warn
-from widecli.errors import UsageError
+from widecli.errors import Preempted, UsageError
 
 if TYPE_CHECKING:
     from widecli.profiling.request import Flags, Request
@@ -204,7 +208,7 @@ def run_profile(
     if request.checkpoint and run_dir:
         options.refuse_own_directory(run_dir, request.checkpoint)
     identity = request.identity()
-    if resume:
+    if resume and not overwrite:  # of both the run says that they do not go together
         path = directory("profile", request.run_name, run_dir)
         finished = _refuse_other_run(path, identity)
         if finished is not None:
@@ -246,7 +250,8 @@ def run_profile(
             tracker.log(logged, figures)
 
     try:
-        points = measure(subject, request.settings, note, remark, done, cells.of)
+        with _signals_end(run.path):
+            points = measure(subject, request.settings, note, remark, done, cells.of)
         most = saturation(points) if request.settings.throughput else None
         found = {"points_schema": POINTS_SCHEMA, "points": points, "throughput": most, "notes": remarks}
         summary = run.write_summary({**request.facts(subject), "identity": identity, **found})
@@ -279,8 +284,26 @@ def _refuse_other_run(path: Path, identity: dict[str, Any]) -> dict[str, Any] | 
         return summary
     cells = MeasuredCells(path, identity)
     if path.is_dir() and any(path.iterdir()) and not cells.points and not run.holds_nothing:
-        raise UsageError(f"{path} holds nothing that wide profile could continue; name another one with --run-dir.")
+        raise UsageError(
+            f"{path} holds nothing that wide profile could continue; name another directory with --run-dir, or replace "
+            "it with --overwrite if it is a profile's."
+        )
     return None
+
+
+@contextlib.contextmanager
+def _signals_end(path: Path) -> Iterator[None]:
+    """Inside, SIGTERM and SIGUSR1 end the command as resumable: every cell that was measured is kept."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Preempted(f"stopped by a signal; --resume continues {path}")
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _figures(point: dict[str, Any]) -> dict[str, Any]:

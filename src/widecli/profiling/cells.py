@@ -53,11 +53,15 @@ class MeasuredCells:
 def refuse_other(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise UsageError, naming it, when a run measured something else or on something else."""
     key = next((key for key in now if before.get(key) != now[key]), None)
-    if key is not None:
-        raise UsageError(
-            f"{path} cannot be resumed: {key} was {before.get(key)} and is now {now[key]}; --overwrite measures "
-            "everything anew, --run-dir names another directory."
-        )
+    if key is None:
+        return
+    was, is_now = before.get(key), now[key]
+    if isinstance(was, Mapping) and isinstance(is_now, Mapping):
+        refuse_other(path, was, is_now)
+    raise UsageError(
+        f"{path} cannot be resumed: {key} was {was} and is now {is_now}; --overwrite measures everything anew, "
+        "--run-dir names another directory."
+    )
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -65,4 +69,8 @@ def _read(path: Path) -> dict[str, Any] | None:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return stored if isinstance(stored, dict) and stored.get("schema") == SCHEMA else None
+    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
+        return None
+    points = stored.get("points")
+    sound = isinstance(points, list) and all(isinstance(p, dict) and {"batch", "prompt"} <= set(p) for p in points)
+    return stored if sound and isinstance(stored.get("what"), dict) else None

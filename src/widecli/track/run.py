@@ -86,6 +86,13 @@ class Run:
         occupied = path.is_dir() and any(path.iterdir())
         if occupied and not (path / "recipe.yaml").is_file():
             raise UsageError(f"{path} is not empty and not a run directory; name another one with --run-dir.")
+        if resume and overwrite:
+            raise UsageError("--resume continues a run and --overwrite replaces it; give one of them.")
+        if occupied and overwrite and command not in _TRAIN and run.has_checkpoints:
+            raise UsageError(
+                f"{path} holds the checkpoints of a training run, which wide {command} does not replace; name another "
+                "directory with --run-dir."
+            )
         if occupied and resume:
             _refuse_other_recipe(path, recipe_yaml)
         elif occupied and (overwrite or run.holds_nothing):
@@ -104,7 +111,7 @@ class Run:
     @property
     def holds_nothing(self) -> bool:
         """It ended before it had anything to lose, and its command measures all of it or nothing."""
-        if self.command in _TRAIN or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir())):
+        if self.command in _TRAIN or self.has_checkpoints:
             return False
         return {p.name for p in self.path.iterdir()} <= {"recipe.yaml", "environment.json", "checkpoints"}
 
@@ -127,6 +134,11 @@ class Run:
     def checkpoints(self) -> Path:
         """Where the run's checkpoints lie."""
         return self.path / "checkpoints"
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether it holds any."""
+        return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
 
     @property
     def is_finished(self) -> bool:
