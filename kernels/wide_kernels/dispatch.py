@@ -26,6 +26,7 @@ from wide_kernels.tuning.tiles import TILE
 ENVIRONMENT = "WIDE_KERNELS_BACKEND"
 PREFERENCE = ("gluon", "triton", "torch")
 CHOICES = ("auto", *reversed(PREFERENCE))
+HAS_TRITON = find_spec("triton") is not None  # asked once: torch.compile does not follow such a question
 
 PROCESSORS_WITHOUT_GPU = 3
 
@@ -97,11 +98,6 @@ def interpreted() -> bool:
 
 
 @cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-@cache
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
@@ -120,7 +116,7 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def _triton_refusal(problem: Problem) -> str | None:
-    if not _has_triton():
+    if not HAS_TRITON:
         return "the package triton is not installed"
     if problem.device.type == "cuda":
         capability = _capability(problem.device.index or 0)
@@ -142,7 +138,7 @@ def _triton_refusal(problem: Problem) -> str | None:
 
 def _gluon_refusal(problem: Problem) -> str | None:
     """Gluon's kernels use what only Hopper has, on top of what Triton's need."""
-    if not _has_triton():
+    if not HAS_TRITON:
         return "the package triton is not installed"
     if problem.device.type != "cuda":
         return f"it needs a Hopper GPU, the tensors are on {problem.device.type}"

@@ -15,6 +15,9 @@ from widecli.engine.weights import Norm
 from widecli.model.patterns import Codebook
 from widecli.model.router import Router
 
+GOLDEN = (5**0.5 - 1) / 2
+SQRT_2 = 2**0.5
+
 
 @dataclass(frozen=True)
 class Route:
@@ -48,10 +51,27 @@ class Masks(Protocol):
         """The same for rows that pick patterns."""
 
 
-class RandomMasks:
-    """Every group is skipped with the same chance: for speed on models whose routers have learned nothing.
+def random_masks(
+    shape: tuple[int, ...], sparsity: float, number: int, generator: torch.Generator, device: torch.device
+) -> Tensor:
+    """Masks bool [..., rows, N], each of which skips that share of its groups; which ones, chance decides.
 
-    Where rows pick patterns, the patterns are random in this way and each is picked as often as the others.
+    Chance does not decide how many: a share of one row's few groups would miss the one asked for by several percent.
+    Where it is no whole number of groups rows differ by one, so that the mean over rows, and over the masks of several
+    `number`s, comes out right (multiples of irrational numbers are spread evenly between 0 and 1).
+    """
+    *_, rows, groups = shape
+    row = torch.arange(rows, dtype=torch.float64, device=device)
+    skipped = (sparsity * groups + (number * GOLDEN + row * SQRT_2) % 1).floor()
+    rank = torch.rand(shape, generator=generator, device=device).argsort(-1).argsort(-1)
+    return rank >= skipped[:, None]
+
+
+class RandomMasks:
+    """Masks that skip a given share of groups at random: for speed on models whose routers have learned nothing.
+
+    Every row skips as many, see `random_masks`. Where rows pick patterns, the patterns are random in this way and each
+    is picked as often as the others.
 
     The masks lie on the device and change with the decision and the row. They are drawn when a shape is first met, so a
     graph needs one plain run before it is captured; `redraw` and `skip` change what later runs and replays see.
@@ -117,7 +137,8 @@ class RandomMasks:
 
     def _draw(self, key: tuple[int, int, int]) -> None:
         mask = self._masks[key]
-        mask.copy_(torch.rand(mask.shape, generator=self._generator(key[0], mask), device=mask.device) >= self.sparsity)
+        generator = self._generator(key[0], mask)
+        mask.copy_(random_masks(mask.shape, self.sparsity, key[0], generator, mask.device))
 
     def _draw_ids(self, key: tuple[int, int, int]) -> None:
         ids = self._ids[key]
@@ -128,10 +149,9 @@ class RandomMasks:
         patterns = self._patterns[index]
         key = (index, self.sparsity, self.seed)
         if key not in self._numbered:
-            drawn = torch.rand(
-                patterns[:, :-1].shape, generator=self._generator(index, patterns), device=patterns.device
-            )
-            self._numbered[key] = numbered(drawn >= self.sparsity)[0]
+            generator = self._generator(index, patterns)
+            drawn = random_masks(patterns[:, :-1].shape, self.sparsity, index, generator, patterns.device)
+            self._numbered[key] = numbered(drawn)[0]
         patterns.copy_(self._numbered[key])
 
     def _generator(self, index: int, like: Tensor) -> torch.Generator:
