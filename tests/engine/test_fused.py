@@ -117,3 +117,43 @@ def test_no_rows() -> None:
     assert fused_triton.activate_gate(torch.empty(0, 32, device=DEVICE), "silu").shape == (0, 16)
     weight = torch.ones(32, device=DEVICE)
     assert fused_triton.normalise(torch.empty(0, 32, device=DEVICE), Norm(weight, 1e-5)).shape == (0, 32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "size"), [(1, 70_001), (3, 2048), (2, 40), (4, 1)])
+def test_the_first_of_the_likeliest_tokens_is_taken_and_counted(rows: int, size: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    wide = torch.randn(rows, size + 3, generator=generator).to(dtype)
+    logits = wide[:, :size]
+    logits[0, size // 2 :] = logits[0].max() + 1  # many that are alike, in several parts
+    logits[-1, size // 3 :: 7] = float("inf")
+    token, lengths = torch.full((rows,), -1), torch.arange(rows)
+    found = [t.to(DEVICE) for t in (token.clone(), lengths.clone())]
+    fused.take_likeliest(logits, token, lengths)
+    fused_triton.take_likeliest(wide.to(DEVICE)[:, :size], *found)
+    firsts = [int((row == row.max()).nonzero()[0]) for row in logits]
+    assert found[0].tolist() == token.tolist() == firsts
+    assert found[1].tolist() == lengths.tolist() == [row + 1 for row in range(rows)]
+    fused_triton.take_likeliest(wide.to(DEVICE)[:, :size], found[0], None)
+    assert found[1].tolist() == lengths.tolist(), "only where they are given"
+
+
+def test_what_is_no_number_is_seen_among_logits() -> None:
+    logits = torch.zeros(2, 3000)
+    logits[0, 2500] = float("nan")
+    logits[1] = float("-inf")
+    token = torch.full((2,), -1, device=DEVICE)
+    fused_triton.take_likeliest(logits.to(DEVICE), token, None)
+    assert token.tolist() == [2500, 0] == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("size", [64, 80])
+def test_positions_of_one_more_token(size: int) -> None:
+    tables = (torch.randn(9, size), torch.randn(9, size))
+    lengths, first_slots = torch.tensor([0, 8, 3]), torch.tensor([0, 9, 18])
+    expected = fused.positions(lengths, first_slots, tables)
+    cos, sin = (table.to(DEVICE) for table in tables)
+    found = fused_triton.positions(lengths.to(DEVICE), first_slots.to(DEVICE), (cos, sin))
+    assert expected[2].tolist() == [0, 17, 21] and expected[3].tolist() == [1, 9, 4]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.cpu(), theirs)

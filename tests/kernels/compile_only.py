@@ -127,15 +127,17 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
     norm: dict[str, Any] = {"D": D, "R": RANK, "RP": RANK, "NORMALISED": True, "TAP_EPS": 1e-6, "HALVES": "both"}
     norm["PARTS"] = 1 if dtype is torch.float32 else 2
     norm_types = "{x} {x} {w1} *fp32 *fp32 *fp32 *i32 *u8 *fp32 *fp32 {x} *i32 *u8 *i32 i32 fp32"
+    row_types = "{x} {x} {w1} *fp32 *fp32 *fp32 *i32 *u8 *i32 {x} *i32 *u8 i32 fp32"
     no_patterns = {"C": 0, "NUMBERED": 0, "WIDTH": 0, "BW": 16}
     in_pieces = dtype is not torch.float32
     for rows in (1, T):
         one = norm_configs.row_config(rows, D, RANK, dtype, ANYWHERE)
-        chunk = one | {"EARLY": True} if one else norm_configs.chunk_config(rows, D, dtype, ANYWHERE)
+        words = {"EARLY": True, "WORDS": 1088}
+        chunk = one | words if one else norm_configs.chunk_config(rows, D, dtype, ANYWHERE)
         del chunk["TOGETHER"]  # the launcher's
         found[f"norm_route {rows}"] = (
             norm_rows.row_kernel if one else norm_kernels.chunk_kernel,
-            norm_types.format(x=p, w1="*fp32"),
+            (row_types if one else norm_types).format(x=p, w1="*fp32"),
             norm | {"N_G": GROUPS, "SEGMENTS": 0} | no_patterns | chunk,
         )
         picked: dict[str, Any] = {"N_G": 0, "SEGMENTS": 2, "C": 200, "BG": norm_configs.PATTERNS_AT_ONCE}
@@ -144,7 +146,7 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
             picked |= {"NUMBERED": 201, "WIDTH": GROUPS // 2, "BW": 64}
         found[f"norm_route_patterns {rows}"] = (
             norm_rows.row_kernel if one else norm_kernels.chunk_kernel,
-            norm_types.format(x=p, w1=p if in_pieces else "*fp32"),
+            (row_types if one else norm_types).format(x=p, w1=p if in_pieces else "*fp32"),
             norm | {"PARTS": 3 if in_pieces else 1} | chunk | picked,
         )
     return found
@@ -165,6 +167,21 @@ def engine_kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, An
             heads | {"HALF": 64, "HALF_PADDED": 64, "AT_ONCE": steps.HEADS_AT_ONCE},
         ),
         "count": (steps.count_kernel, "*u8 *u8 *i64 *i64 i32 i32", {"BLOCK": steps.COUNTED_AT_ONCE}),
+        "positions": (
+            steps.positions_kernel,
+            f"*i64 *i64 {p} {p} {p} {p} *i64 *i64",
+            {"SIZE": 128, "PADDED": 128, "num_warps": 1},
+        ),
+        "candidates": (
+            steps.candidate_kernel,
+            f"{p} *fp32 *i32 i32 i32",
+            {"PARTS": steps.VOCABULARY_PARTS, "BLOCK": steps.VOCABULARY_BLOCK},
+        ),
+        "likeliest": (
+            steps.likeliest_kernel,
+            "*fp32 *i32 *i64 *i64",
+            {"PARTS": steps.VOCABULARY_PARTS, "COUNTS": True, "PDL": 0, "num_warps": 1},
+        ),
     }
     for groups in (0, 8):
         sizes: dict[str, Any] = {"K": D, "G": 512, "GROUPS": groups, "SIZE": 128, "HAS_BIAS": True}
@@ -222,7 +239,7 @@ def attention_kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str,
         "few_decode": (
             decode_kernels.split_kernel,
             f"{p} {p} {p} *u8 *i64 *i64 *fp32 *fp32 *fp32 i32 i32 fp32 {'i32 ' * 8}",
-            decode | {"BM": 16, "PRECISION": precision, "num_stages": 3, "PDL": False},
+            decode | {"BM": 16, "PRECISION": precision, "num_stages": 3, "EARLY": True, "PDL": False},
         ),
         "merge_decode": (
             decode_kernels.merge_kernel,

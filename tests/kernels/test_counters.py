@@ -10,7 +10,7 @@ from wide_kernels import counters
 
 @pytest.fixture
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    state = {"stream": 1, "capturing": 0}
+    state = {"stream": 1, "capturing": 0, "capture": 0}
 
     class Stream:
         def __init__(self) -> None:
@@ -21,7 +21,8 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: Stream())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(state["capturing"]))
-    for name in ("_of_stream", "_for_graphs"):
+    monkeypatch.setattr(counters, "capture_number", lambda stream: state["capture"] or None)
+    for name in ("_of_stream", "_for_graphs", "_of_capture"):
         monkeypatch.setattr(counters, name, {})
     return state
 
@@ -59,3 +60,24 @@ def test_what_takes_many_counters_has_some_set_aside_for_a_whole_graph(
     places = [counters.counters("many", device, 100).data_ptr() for _ in range(3)]
     assert [place - places[0] for place in places] == [0, 400, 800]
     assert counters.counters("few", device, 2).data_ptr() not in range(places[0], places[0] + 1200)
+
+
+def test_launches_of_one_capture_share_counters_where_captures_can_be_told_apart(
+    pretended_gpu: dict[str, int],
+) -> None:
+    device = torch.device("cuda", 0)
+    counters.counters("a", device, 4)
+    pretended_gpu |= {"capturing": 1, "capture": 7}
+    first = counters.counters("a", device, 4)
+    assert counters.counters("a", device, 4).data_ptr() == first.data_ptr()
+    assert counters.counters("a", device, 5).data_ptr() == first.data_ptr() + 16, "it needs more"
+    assert counters.counters("b", device, 4).data_ptr() != first.data_ptr()
+    pretended_gpu["capture"] = 8
+    second = counters.counters("a", device, 4)
+    assert second.data_ptr() == first.data_ptr() + 16 + 20
+    pretended_gpu["stream"] = 2
+    assert counters.counters("a", device, 4).data_ptr() == second.data_ptr() + 16
+
+
+def test_a_capture_has_a_number_only_where_there_is_one() -> None:
+    assert torch.cuda.is_available() or counters.capture_number(0) is None

@@ -33,6 +33,6 @@ def hopper_config(device: torch.device) -> dict[str, int]:
 
     Every program must be resident, since they wait for each other. SLOTS: at most as many share one pair.
     """
-    config = {"EACH": 1, "num_warps": 4, "KEYS": 16, "STAGES": 6, "PDL": 0} | forced("hopper_decode")
+    config = {"EACH": 1, "num_warps": 4, "KEYS": 16, "STAGES": 6} | forced("hopper_decode")
     programs = config.pop("EACH") * multiprocessors(device)
     return config | {"PROGRAMS": programs, "SLOTS": min(128, 1 << (programs - 1).bit_length())}

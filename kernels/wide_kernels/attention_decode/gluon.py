@@ -229,7 +229,7 @@ def exchange_kernel(
     SLOTS: gl.constexpr,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
-    PDL: gl.constexpr,
+    EARLY: gl.constexpr,
 ):
     """A run of one pair's keys, then a slice of that pair's result. `scale` holds log2 e; ROWS: a power of 2 >= SHARED.
 
@@ -248,8 +248,6 @@ def exchange_kernel(
     k_slots = gl.allocate_shared_memory(dtype, [STAGES, WARPS, KEYS, D], gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
     v_slots = gl.allocate_shared_memory(dtype, [STAGES, WARPS, KEYS, D], gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
     q_tile = gl.allocate_shared_memory(dtype, [BM, D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-    if PDL:
-        gdc_wait()
     program = gl.program_id(0)
     runs, pair, first, end, part, parts = run_of(
         mask, kv_len, kv_start, batch, keys, program,
@@ -260,6 +258,8 @@ def exchange_kernel(
     v_base = v + sequence.to(gl.int64) * stride_vb + kv * stride_vh
     steps = gl.where(part < parts, (end - first + WARPS * KEYS - 1) // (WARPS * KEYS), 0)
 
+    if EARLY:
+        gdc_wait()
     row = gl.arange(0, BM, gl.SliceLayout(1, Q_LOAD))[:, None]
     depth = gl.arange(0, D, gl.SliceLayout(0, Q_LOAD))[None, :]
     q_rows = q + sequence.to(gl.int64) * stride_qb + (kv * SHARED + row) * stride_qh + depth
@@ -269,8 +269,6 @@ def exchange_kernel(
         if turn == 0:
             cp_async(q_tile, q_rows, mask=row < SHARED)
         async_copy.commit_group()
-    if PDL:
-        gdc_launch_dependents()
 
     heads: gl.constexpr = H_K * SHARED
     groups: gl.constexpr = heads // GROUP
@@ -318,6 +316,8 @@ def exchange_kernel(
             o, mask + sequence * groups, words + (program - part) * RECORD, sequence, kv, part, parts,
             heads, SHARED, GROUP, D, SLOTS,
         )  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()  # now: programs of the next launch would be in the way of these
 
 
 def attend(
@@ -328,6 +328,7 @@ def attend(
     kv_len: Tensor | None,
     kv_start: Tensor | None,
     scale: float | None,
+    early: bool,
 ) -> Tensor:
     """`attention_decode` for q [B, 1, H_q, d]; several launches where there are more pairs than programs."""
     batch, _, heads, size = q.shape
@@ -354,6 +355,6 @@ def attend(
                 q[part], k[part], v[part], o[part], flags, lengths, starts, words, count, keys, scale * LOG2_E,
                 *strides, kv_heads, shared, heads // mask.shape[1], size, *steps, *known,
                 triton.next_power_of_2(count * kv_heads), triton.next_power_of_2(shared),
-                **config, launch_pdl=bool(config["PDL"]),
+                **config, EARLY=early, launch_pdl=early,
             )  # fmt: skip
     return o

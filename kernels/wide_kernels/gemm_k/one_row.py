@@ -21,7 +21,7 @@ from wide_kernels.tuning.tiles import largest_power, padded_rows
 from wide_kernels.vector_tiles import products_with, weights_of
 
 MOST_COMPARED = 8192  # (groups of a step) x (all groups): what finding the groups of a step takes
-FEWEST_AT_ONCE = 4  # groups of a step, below which skipped ones leave it whole anyway
+FEWEST_AT_ONCE = 2  # groups of a step, below which skipped ones leave it whole anyway
 
 
 @triton.jit
@@ -94,9 +94,7 @@ def vector_kernel(
 
 def vector_config(columns: int, depth: int, width: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
     """As in `gemm_mn`; AT_ONCE groups fill a step, 0 where it is walked over. LISTED says which, where both can be."""
-    # Tiles of 512 chunks; as long as it takes for a step to hold some groups, if twice the length does.
-    long = 128 * 8 < FEWEST_AT_ONCE * width <= 256 * 8
-    config = {"BN": 2 if long else 4, "BC": 256 if long else 128, "num_warps": 4, "PDL": int(is_hopper(device))}
+    config = {"BN": 4, "BC": 128, "num_warps": 4, "PDL": int(is_hopper(device))}
     config |= tuned("vector_k", 1, width, dtype)
     config["BN"] = largest_power(columns, config["BN"])
     config["BC"] = min(config["BC"], padded_rows(-(-depth // 8)))

@@ -1,9 +1,14 @@
 """Triton, a few rows (decode): norm and decision of a row by programs that each own a chunk of D and nothing else.
 
-Nothing here waits for memory's speed, all of it for its latency, so the trips count: one for x, one for the meeting,
-one for everybody's sums, which are added up in a fixed order. The weights need not wait for x: with `early` they are
-fetched while the launch before this one ends. No tensor core: one row would fill a sixteenth of it. The decision is
+Nothing here waits for memory's speed, all of it for its latency, so the trips count: one for x and one for everybody's
+sums, which are added up in a fixed order. A published sum is its own flag: the lowest bit of its word is the launch's,
+0 and 1 in turns, which costs half a unit in the last place of fp32; who reads clears it. So neither a counter nor a
+fence lies between the sums of one program and the result of another. The weights need not wait for x: with `early` they
+are fetched while the launch before this one ends. No tensor core: one row would fill a sixteenth of it. The decision is
 made as in triton.py, whose kernel is for more rows.
+
+The words of a row: [CHUNKS, RP] of the bottleneck, [CHUNKS] sums of squares, the number of launches so far. Programs of
+one row must be resident at once: as in `meeting.py`, they have adjacent numbers and are few, see the launcher.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -13,24 +18,29 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from wide_kernels.meeting import meet
 from wide_kernels.norm_route.heads import differences, scoring
 
 
 @triton.jit
-def added_up(partial, row, rank, CHUNKS: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr):
-    """The sum over all chunks of partial[row, chunk, rank]."""
-    chunk = tl.arange(0, CP)
-    part = partial + (row * CHUNKS + chunk)[:, None] * RP + rank[None, :]
-    return tl.sum(tl.load(part, mask=(chunk < CHUNKS)[:, None], other=0.0, cache_modifier=".cg"), 0)
+def published(value, turn):
+    """fp32 as a word of this launch; `turn` is its lowest bit."""
+    return (value.to(tl.int32, bitcast=True) & -2) | turn
 
 
 @triton.jit
-def mean_square(squares, row, D: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr):
-    """Of a row, from all chunks' sums of squares."""
+def received(hidden, squares, turn, CHUNKS: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr, TOGETHER: tl.constexpr):
+    """(bottleneck [RP], sum of squares) of a row, from all chunks; TOGETHER: as soon as this launch has put them."""
     chunk = tl.arange(0, CP)
-    parts = tl.load(squares + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0, cache_modifier=".cg")
-    return tl.sum(parts, 0) / D
+    known = chunk < CHUNKS
+    places = hidden + chunk[:, None] * RP + tl.arange(0, RP)[None, :]
+    sums = tl.load(places, mask=known[:, None], other=turn, volatile=True)
+    square = tl.load(squares + chunk, mask=known, other=turn, volatile=True)
+    if TOGETHER:
+        while tl.max(tl.max((sums ^ turn) & 1, 1) | ((square ^ turn) & 1), 0) != 0:
+            sums = tl.load(places, mask=known[:, None], other=turn, volatile=True)
+            square = tl.load(squares + chunk, mask=known, other=turn, volatile=True)
+    whole = tl.sum((sums & -2).to(tl.float32, bitcast=True), 0)
+    return whole, tl.sum((square & -2).to(tl.float32, bitcast=True), 0)
 
 
 @triton.jit
@@ -49,12 +59,10 @@ def row_kernel(
     b2,
     numbers,
     patterns,
-    squares,
-    hidden,
+    words,
     out,
     ids,
     decided,
-    counter,
     rows,
     eps,
     D: tl.constexpr,
@@ -73,10 +81,11 @@ def row_kernel(
     CP: tl.constexpr,
     BG: tl.constexpr,
     BW: tl.constexpr,
+    WORDS: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One chunk of D of one row. HALVES: "first", "second", or "both" with a wait between them.
+    """One chunk of D of one row. HALVES: "first", "second", or "both" with a wait between them. WORDS: of a row.
 
     A row decides on N_G groups, or with SEGMENTS > 0 picks one of C patterns in each and stores its number and, with a
     WIDTH, its groups out of `patterns` [SEGMENTS, NUMBERED, WIDTH].
@@ -98,29 +107,35 @@ def row_kernel(
     else:
         weight, bias = differences(w2, b2, (chunk % ACROSS) * BG, N_G, R, RP, BG)
     first_bias = tl.load(b1 + rank, mask=rank < R, other=0.0)
-    square = (rank < R)[:, None] & known[None, :]
+    there = (rank < R)[:, None] & known[None, :]
     place = w1 + rank[:, None] * D + d[None, :]
-    down = tl.load(place, mask=square, other=0.0).to(tl.float32)
+    down = tl.load(place, mask=there, other=0.0).to(tl.float32)
     if PARTS > 1:
         for piece in tl.static_range(1, PARTS):
-            down += tl.load(place + piece * R * D, mask=square, other=0.0).to(tl.float32)
+            down += tl.load(place + piece * R * D, mask=there, other=0.0).to(tl.float32)
     if PDL and EARLY:
         gdc_wait()
         gdc_launch_dependents()
     value = tl.load(x + row * D + d, mask=known, other=0.0).to(tl.float32)
+    hidden = words + row * WORDS
+    squares = hidden + CHUNKS * RP
+    launches = squares + CHUNKS
+    TOGETHER: tl.constexpr = HALVES == "both"
+    so_far = tl.load(launches, volatile=True) if TOGETHER else 0
+    turn = (so_far + 1) & 1
     if HALVES != "second":
-        tl.store(hidden + (row * CHUNKS + chunk) * RP + rank, tl.sum(down * value[None, :], 1))
-        tl.store(squares + row * CHUNKS + chunk, tl.sum(value * value, 0))
-    if HALVES == "both":
-        meet(counter + row, chunk, CHUNKS)
+        tl.store(hidden + chunk * RP + rank, published(tl.sum(down * value[None, :], 1), turn))
+        tl.store(squares + chunk, published(tl.sum(value * value, 0), turn))
     if HALVES != "first":
-        mean = mean_square(squares, row, D, CHUNKS, CP)
+        whole, square = received(hidden, squares, turn, CHUNKS, CP, RP, TOGETHER)
+        mean = square / D
+        if TOGETHER and chunk == 0:  # everybody has put a sum and so knows the turn
+            tl.store(launches, so_far + 1)
         dtype: tl.constexpr = out.dtype.element_ty
         # Llama's order of roundings: scaled and rounded, then times the weight and rounded.
         scaled = (value * tl.rsqrt(mean + eps)).to(dtype).to(tl.float32)
         tl.store(out + row * D + d, (scaled * gain.to(tl.float32)).to(dtype), mask=known)
         if chunk < ACROSS:
-            whole = added_up(hidden, row, rank, CHUNKS, CP, RP)
             if NORMALISED:  # w1 (s x) = s (w1 x)
                 whole *= tl.rsqrt(mean + TAP_EPS)
             whole += first_bias

@@ -11,6 +11,8 @@ halves are two launches. A few rows, which fill no tile, have a kernel of their 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -299,24 +301,31 @@ def _norm_and_route(
     # A 16-bit x is exact in tf32, and w1 in two parts of it: two products on tensor cores are as good as fp32.
     parts = w1.shape[0] if w1.dim() == 3 else 1 if x.dtype is torch.float32 else 2
     with on_device_of(x):
-        kernel, few = chunk_kernel, row_config(rows, size, padded, x.dtype, x.device)
-        if few is not None:
-            kernel, config = few_rows.row_kernel, few | {"EARLY": early}
-            parts = w1.shape[0] if w1.dim() == 3 else 1
-        else:
-            config = chunk_config(rows, size, x.dtype, x.device)
-        config |= head.sizes
-        together = config.pop("TOGETHER") and x.is_cuda
+        few = row_config(rows, size, padded, x.dtype, x.device)
+        config: dict[str, Any] = (chunk_config(rows, size, x.dtype, x.device) if few is None else few) | head.sizes
         chunks = triton.cdiv(size, config["BD"])
-        tiles = rows if few is not None else triton.cdiv(rows, config["BM"])
+        together = config.pop("TOGETHER") and x.is_cuda and 1 < chunks <= multiprocessors(x.device)
+        routing = (norm_weight, w1, b1, head.w2, head.b2, head.numbers, head.patterns)
+        config |= {"D": size, "R": rank, "NORMALISED": tap == "normalised", "TAP_EPS": TAP_EPS, "RP": padded}
+        launches = ("both",) if together else ("first", "second")
+        if few is not None:
+            config |= {"PARTS": w1.shape[0] if w1.dim() == 3 else 1, "EARLY": early}
+            config["WORDS"] = -(-(chunks * (padded + 1) + 1) // 32) * 32
+            # Each shape has words of its own: what one of them leaves behind means nothing to another.
+            use, size = f"norm_route {rows} {chunks} {padded}", rows * config["WORDS"]
+            words = counters(use, x.device, size) if together else torch.empty(size, dtype=torch.int32, device=x.device)
+            for halves in launches:
+                few_rows.row_kernel[(chunks, rows)](
+                    x, *routing, words, out, head.ids, head.decided, rows, eps, HALVES=halves, **config
+                )
+            return out
+        config["PARTS"] = parts
+        tiles = triton.cdiv(rows, config["BM"])
         squares = torch.empty(chunks, rows, dtype=torch.float32, device=x.device)
         hidden = torch.empty(chunks, rows, padded, dtype=torch.float32, device=x.device)
-        together = together and 1 < chunks <= multiprocessors(x.device)
         counter = counters("meeting", x.device, tiles) if together else squares  # not followed then
-        for halves in ("both",) if together else ("first", "second"):
-            kernel[(chunks, tiles)](
-                x, norm_weight, w1, b1, head.w2, head.b2, head.numbers, head.patterns, squares, hidden, out,
-                head.ids, head.decided, counter, rows, eps, D=size, R=rank, NORMALISED=tap == "normalised",
-                TAP_EPS=TAP_EPS, PARTS=parts, HALVES=halves, RP=padded, **config,
-            )  # fmt: skip
+        for halves in launches:
+            chunk_kernel[(chunks, tiles)](
+                x, *routing, squares, hidden, out, head.ids, head.decided, counter, rows, eps, HALVES=halves, **config
+            )
     return out

@@ -32,6 +32,31 @@ def count_executed(mask: Tensor, active: Tensor, executed: Tensor, tokens: Tenso
     return None
 
 
+def positions(lengths: Tensor, first_slots: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """(cos, sin, slots, keys) of one more token a sequence, which has `lengths` [B] tokens in its slots from
+    first_slots [B] on: rows [B, d] of the tables [capacity, d] for its position, its slot, and the keys that it sees,
+    itself among them; int64.
+    """
+    if lengths.is_cuda:
+        from widecli.engine import fused_triton
+
+        return fused_triton.positions(lengths, first_slots, tables)
+    cos, sin = (table[lengths] for table in tables)
+    return cos, sin, first_slots + lengths, lengths + 1
+
+
+def take_likeliest(logits: Tensor, token: Tensor, lengths: Tensor | None = None) -> None:
+    """Put the first of the most likely tokens into `token` int64 [B], logits [B, V]; count it in `lengths` [B]."""
+    if logits.is_cuda:
+        from widecli.engine import fused_triton
+
+        return fused_triton.take_likeliest(logits, token, lengths)
+    token.copy_(logits.argmax(-1))
+    if lengths is not None:
+        lengths.add_(1)
+    return None
+
+
 def activate_gate(gate_up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up of the fused projection [rows, 2 D'] -> [rows, D']."""
     if gate_up.is_cuda:

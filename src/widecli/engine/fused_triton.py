@@ -25,6 +25,8 @@ ACTIVATION_BLOCK = 2048
 HEADS_AT_ONCE = 8
 DECODE_ROWS = 128
 COUNTED_AT_ONCE = 128
+VOCABULARY_PARTS = 64  # programs that look for a row's likeliest token
+VOCABULARY_BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -62,6 +64,63 @@ def count_kernel(mask, active, executed, tokens, rows, groups, BLOCK: tl.constex
 
 
 @triton.jit
+def positions_kernel(
+    lengths, first_slots, cos_table, sin_table, cos, sin, slots, visible, SIZE: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
+    """One sequence."""
+    row = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths + row)
+    i = tl.arange(0, PADDED)
+    known = i < SIZE
+    tl.store(cos + row * SIZE + i, tl.load(cos_table + length * SIZE + i, mask=known), mask=known)
+    tl.store(sin + row * SIZE + i, tl.load(sin_table + length * SIZE + i, mask=known), mask=known)
+    tl.store(slots + row, tl.load(first_slots + row) + length)
+    tl.store(visible + row, length + 1)
+
+
+@triton.jit
+def first_of_highest(value, index):
+    """(the highest value, the lowest index that has it); NaN counts as infinite, as it must be seen."""
+    value = tl.where(value != value, float("inf"), value)
+    highest = tl.max(value, 0)
+    return highest, tl.min(tl.where(value == highest, index, 0x7FFFFFFF), 0)
+
+
+@triton.jit(do_not_specialize=["size", "stride"])
+def candidate_kernel(logits, values, indices, size, stride, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The first of the highest logits in one of PARTS parts of a row."""
+    part = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    end = (size * (part + 1)) // PARTS
+    lane = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    where = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
+    for first in range((size * part) // PARTS, end, BLOCK):
+        index = first + lane
+        value = tl.load(logits + row * stride + index, mask=index < end, other=float("-inf")).to(tl.float32)
+        value = tl.where(value != value, float("inf"), value)
+        better = (index < end) & ((value > best) | (where == 0x7FFFFFFF))
+        best = tl.where(better, value, best)
+        where = tl.where(better, index, where)
+    best, where = first_of_highest(best, where)
+    tl.store(values + row * PARTS + part, best)
+    tl.store(indices + row * PARTS + part, where)
+
+
+@triton.jit
+def likeliest_kernel(values, indices, token, lengths, PARTS: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr):
+    """The first of the best candidates of a row becomes its token."""
+    if PDL:
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    part = row * PARTS + tl.arange(0, PARTS)
+    _, where = first_of_highest(tl.load(values + part), tl.load(indices + part))
+    tl.store(token + row, where.to(tl.int64))
+    if COUNTS:
+        tl.store(lengths + row, tl.load(lengths + row) + 1)
+
+
+@triton.jit
 def project_kernel(
     x, weight, bias, mask, cos, sin, out, k_slots, v_slots, slots,
     K: tl.constexpr, G: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
@@ -69,29 +128,38 @@ def project_kernel(
 ):  # fmt: skip
     """One row times BN columns of one head, as in `gemm_mn`: half of them from each half of the head, the partners of
     a rotation. Queries and keys are rotated as they are stored, keys and values into the cache.
+
+    Values and keys, which no mask skips, come first: their programs are there while the launch before this one still
+    runs, and fetch their first weights meanwhile.
     """
     PAIRS: tl.constexpr = BN // 2
     HALF: tl.constexpr = SIZE // 2
-    head = tl.program_id(0) * PAIRS // HALF
-    begin = tl.program_id(0) * PAIRS % HALF
+    pair = (tl.num_programs(0) - 1 - tl.program_id(0)) * PAIRS
+    head = pair // HALF
+    begin = pair % HALF
     column = tl.arange(0, BN)
     columns = head * SIZE + begin + column % PAIRS + column // PAIRS * HALF
     chunk = tl.arange(0, BC) * 8
     MASKED: tl.constexpr = K % (BC * 8) != 0
+    certain = head * SIZE // G >= GROUPS
     if GROUPS == 0:
         tile = weights_of(weight, columns, chunk, chunk < K, K, MASKED)
+    else:
+        tile = tl.zeros((BC, BN, 8), weight.dtype.element_ty)
+        if certain:
+            tile = weights_of(weight, columns, chunk, chunk < K, K, MASKED)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
-    runs = head * SIZE // G >= GROUPS
+    runs = certain
     if GROUPS > 0:
         runs = runs | (tl.load(mask + tl.minimum(head * SIZE // G, GROUPS - 1)) != 0)
     y = tl.zeros((BN,), tl.float32)
     if runs:
-        acc = tl.zeros((BC, BN), tl.float32)
-        if GROUPS == 0:
-            acc = products_with(x, tile, chunk, chunk < K, MASKED)
-        for first in range(BC * 8 if GROUPS == 0 else 0, K, BC * 8):
+        if GROUPS > 0:  # noqa: SIM102 - decided by the compiler, the inner one by the program
+            if not certain:
+                tile = weights_of(weight, columns, chunk, chunk < K, K, MASKED)
+        acc = products_with(x, tile, chunk, chunk < K, MASKED)
+        for first in range(BC * 8, K, BC * 8):
             depth = first + chunk
             tile = weights_of(weight, columns, depth, depth < K, K, MASKED)
             acc += products_with(x, tile, depth, depth < K, MASKED)
@@ -118,6 +186,8 @@ def project_kernel(
     else:
         tl.store(v_slots + slot + (head - HEADS - KV_HEADS) * SIZE + i, first)
         tl.store(v_slots + slot + (head - HEADS - KV_HEADS) * SIZE + HALF + i, second)
+    if PDL:
+        gdc_launch_dependents()  # now: attention's programs, come any sooner, would be in the way of these
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -200,6 +270,37 @@ def count_executed(mask: Tensor, active: Tensor, executed: Tensor, tokens: Tenso
         count_kernel[(triton.cdiv(groups, COUNTED_AT_ONCE),)](
             mask.view(torch.uint8), active.view(torch.uint8), executed, tokens, rows, groups, COUNTED_AT_ONCE
         )
+
+
+def positions(lengths: Tensor, first_slots: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """See `fused.positions`."""
+    rows, size = len(lengths), tables[0].shape[1]
+    cos, sin = torch.empty(2, rows, size, dtype=tables[0].dtype, device=lengths.device)
+    slots, visible = torch.empty(2, rows, dtype=torch.int64, device=lengths.device)
+    with on_device_of(lengths):
+        positions_kernel[(rows,)](
+            lengths, first_slots, *tables, cos, sin, slots, visible, size, triton.next_power_of_2(size), num_warps=1
+        )
+    return cos, sin, slots, visible
+
+
+def take_likeliest(logits: Tensor, token: Tensor, lengths: Tensor | None) -> None:
+    """See `fused.take_likeliest`; rows of the logits may stand apart. PyTorch's argmax takes 27 us for a row of 128256.
+
+    Two launches: the second waits for the first by its launch, so no memory must be left clean.
+    """
+    rows, size = logits.shape
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    values = torch.empty(rows, VOCABULARY_PARTS, dtype=torch.float32, device=logits.device)
+    indices = torch.empty(rows, VOCABULARY_PARTS, dtype=torch.int32, device=logits.device)
+    with on_device_of(logits):
+        candidate_kernel[(VOCABULARY_PARTS, rows)](
+            logits, values, indices, size, logits.stride(0), VOCABULARY_PARTS, VOCABULARY_BLOCK
+        )
+        likeliest_kernel[(rows,)](
+            values, indices, token, token if lengths is None else lengths, VOCABULARY_PARTS, lengths is not None,
+            **_overlap(logits, rows), num_warps=1,
+        )  # fmt: skip
 
 
 def activate_gate(gate_up: Tensor, activation: str) -> Tensor:

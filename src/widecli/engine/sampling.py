@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from widecli.engine.fused import take_likeliest
 from widecli.errors import UsageError
 
 
@@ -38,7 +39,9 @@ class Sampler:
     def __call__(self, logits: Tensor) -> Tensor:
         """Logits [B, V] -> tokens int64 [B], on the device."""
         if self.sampling.temperature == 0:
-            return logits.argmax(-1)
+            token = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+            take_likeliest(logits, token)
+            return token
         from transformers import TopPLogitsWarper
 
         scores = logits.float() / self.sampling.temperature

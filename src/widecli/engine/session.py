@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from widecli.engine.cache import KVCache
-from widecli.engine.fused import count_executed, normalise
+from widecli.engine.dense_rows import one_row, project_row, takes_one_row
+from widecli.engine.fused import count_executed, normalise, take_likeliest
 from widecli.engine.graphs import Recorded
 from widecli.engine.layer import Layer
 from widecli.engine.ranges import within
@@ -65,6 +68,9 @@ class Session:
         self.active = torch.ones(batch, dtype=torch.bool, device=device)
         # executed groups and tokens
         self._sums = counter.new_sums(device) if counter is not None else None
+        self._side: torch.cuda.Stream | None = None
+        if counter is not None and device.type == "cuda":
+            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._filled = 0  # slots in use in the longest sequence, known to the host without asking the device
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
         self._decode: Recorded | None = None
@@ -111,7 +117,7 @@ class Session:
             last = found.clone() if ragged else found  # a replay overwrites its output
         assert last is not None
         logits = self._logits(last)
-        self.token.copy_(logits.argmax(-1))
+        take_likeliest(logits, self.token)
         return logits
 
     @torch.inference_mode()
@@ -222,13 +228,25 @@ class Session:
     def _decode_once(self, keys: int) -> Tensor:
         """Run one token a sequence; moves `lengths` on and leaves the most likely next token in `token`."""
         step = DecodeStep(self.cache, keys, self._tables)
-        logits = self._logits(self._run(self.token, step))
-        with within("statistics"):
+        x = self._run(self.token, step)
+        with self._beside(), within("statistics"):
             if self._sums is not None:
                 count_executed(torch.cat(step.executed, 1), self.active, *self._sums)
-        self.cache.lengths.add_(1)
-        self.token.copy_(logits.argmax(-1))
+        logits = self._logits(x)
+        take_likeliest(logits, self.token, self.cache.lengths)
+        if self._side is not None:
+            torch.cuda.current_stream(x.device).wait_stream(self._side)
         return logits
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On a GPU what nobody waits for, on a stream of its own until the step ends: the LM head runs meanwhile."""
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self._side.device))
+        with torch.cuda.stream(self._side):
+            yield
 
     def _run(self, ids: Tensor, step: Step) -> Tensor:
         with within("embed"):
@@ -241,4 +259,11 @@ class Session:
         """x [B, D] -> logits [B, V]."""
         with within("lm_head"):
             head = self._weights.lm_head
-            return F.linear(normalise(x, self._weights.final_norm), head.weight, head.bias)
+            x = normalise(x, self._weights.final_norm)
+            if one_row(x) and self._own_head:
+                return project_row(x, head, self.cache)
+            return F.linear(x, head.weight, head.bias)
+
+    @cached_property
+    def _own_head(self) -> bool:
+        return takes_one_row(self._weights.lm_head.weight)

@@ -13,7 +13,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 import wide_kernels as wk
 from widecli.engine.cache import KVCache
-from widecli.engine.fused import Places, rotate_and_store
+from widecli.engine.fused import Places, positions, rotate_and_store
 from widecli.engine.patterns import Choice
 from widecli.engine.routing import Route
 
@@ -119,10 +119,9 @@ class DecodeStep(Step):
     masked = True
 
     def __init__(self, cache: KVCache, keys: int, tables: tuple[Tensor, Tensor]) -> None:
-        cos, sin = (table[cache.lengths] for table in tables)
-        super().__init__(cache, 1, cos, sin, cache.first_slots + cache.lengths)
+        cos, sin, slots, self._visible = positions(cache.lengths, cache.first_slots, tables)
+        super().__init__(cache, 1, cos, sin, slots)
         self._keys = keys
-        self._visible = cache.lengths + 1
 
     def route(self, decision: Tensor | Choice) -> Route:
         """The bare mask: for a few rows the operators need no layout."""
@@ -134,4 +133,4 @@ class DecodeStep(Step):
         """See `Step`. Dense goes through the same operator: no library call takes lengths only the device knows."""
         mask = self.cache.everything if route is None or route.mask is None else route.mask
         k, v = self.cache.k[layer][:, : self._keys], self.cache.v[layer][:, : self._keys]
-        return wk.attention_decode(q, k, v, mask, self._visible, scale)
+        return wk.attention_decode(q, k, v, mask, self._visible, scale, early=True)
