@@ -117,7 +117,7 @@ def attention_decode(dtype: str, size: int, shared: int, batch: int) -> tuple[An
     types |= dict.fromkeys(("kv_len", "kv_start"), "*i64") | dict.fromkeys(("batch", "keys"), "i32")
     types |= {name: "i32" for name in kernel.arg_names if name.startswith("stride")}
     values = {"H_K": 8, "SHARED": shared, "GROUP": shared, "D": size, "HAS_KV_LEN": True, "HAS_KV_START": batch > 1}
-    values |= {"STEP_K": 8 * size, "STEP_V": 8 * size, "EARLY": batch == 1}
+    values |= {"STEP_K": 8 * size, "STEP_V": 8 * size}
     return kernel, types, values | {"PAIRS": 8 * batch, "ROWS": triton.next_power_of_2(shared)} | config
 
 

@@ -132,7 +132,7 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
     in_pieces = dtype is not torch.float32
     for rows in (1, T):
         one = norm_configs.row_config(rows, D, RANK, dtype, ANYWHERE)
-        words = {"EARLY": True, "WORDS": 1088}
+        words = {"EARLY": True, "WORDS": 2080}
         chunk = one | words if one else norm_configs.chunk_config(rows, D, dtype, ANYWHERE)
         del chunk["TOGETHER"]  # the launcher's
         found[f"norm_route {rows}"] = (
@@ -239,7 +239,7 @@ def attention_kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str,
         "few_decode": (
             decode_kernels.split_kernel,
             f"{p} {p} {p} *u8 *i64 *i64 *fp32 *fp32 *fp32 i32 i32 fp32 {'i32 ' * 8}",
-            decode | {"BM": 16, "PRECISION": precision, "num_stages": 3, "EARLY": True, "PDL": False},
+            decode | {"BM": 16, "PRECISION": precision, "num_stages": 3, "PDL": False},
         ),
         "merge_decode": (
             decode_kernels.merge_kernel,

@@ -24,7 +24,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mma_v2
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from wide_kernels.attention_decode.configs import hopper_config
 from wide_kernels.attention_decode.launch import in_packets
@@ -229,7 +228,6 @@ def exchange_kernel(
     SLOTS: gl.constexpr,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
-    EARLY: gl.constexpr,
 ):
     """A run of one pair's keys, then a slice of that pair's result. `scale` holds log2 e; ROWS: a power of 2 >= SHARED.
 
@@ -258,8 +256,6 @@ def exchange_kernel(
     v_base = v + sequence.to(gl.int64) * stride_vb + kv * stride_vh
     steps = gl.where(part < parts, (end - first + WARPS * KEYS - 1) // (WARPS * KEYS), 0)
 
-    if EARLY:
-        gdc_wait()
     row = gl.arange(0, BM, gl.SliceLayout(1, Q_LOAD))[:, None]
     depth = gl.arange(0, D, gl.SliceLayout(0, Q_LOAD))[None, :]
     q_rows = q + sequence.to(gl.int64) * stride_qb + (kv * SHARED + row) * stride_qh + depth
@@ -316,8 +312,6 @@ def exchange_kernel(
             o, mask + sequence * groups, words + (program - part) * RECORD, sequence, kv, part, parts,
             heads, SHARED, GROUP, D, SLOTS,
         )  # fmt: skip
-    if EARLY:
-        gdc_launch_dependents()  # now: programs of the next launch would be in the way of these
 
 
 def attend(
@@ -328,7 +322,6 @@ def attend(
     kv_len: Tensor | None,
     kv_start: Tensor | None,
     scale: float | None,
-    early: bool,
 ) -> Tensor:
     """`attention_decode` for q [B, 1, H_q, d]; several launches where there are more pairs than programs."""
     batch, _, heads, size = q.shape
@@ -355,6 +348,6 @@ def attend(
                 q[part], k[part], v[part], o[part], flags, lengths, starts, words, count, keys, scale * LOG2_E,
                 *strides, kv_heads, shared, heads // mask.shape[1], size, *steps, *known,
                 triton.next_power_of_2(count * kv_heads), triton.next_power_of_2(shared),
-                **config, EARLY=early, launch_pdl=early,
+                **config,
             )  # fmt: skip
     return o

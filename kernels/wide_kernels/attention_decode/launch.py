@@ -37,7 +37,6 @@ def attention_decode(
     scale: float | None = None,
     *,
     kv_start: Tensor | None = None,
-    early: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """Attention of one new token a sequence against its cache; only the executed groups of query heads run.
@@ -45,14 +44,9 @@ def attention_decode(
     q [B, 1, H_q, d], k and v [B, T_k, H_k, d] (T_k may be the cache's capacity), mask bool [B, N_G] -> [B, 1, H_q, d],
     exact zeros in the heads of skipped groups. Sequence b sees keys kv_start[b] (default 0) to kv_len[b] - 1 (default
     T_k - 1); kv_len and kv_start: int64 [B]. scale: 1 / sqrt(d) unless given. No gradients. Raises UnsupportedError.
-
-    `early` vouches that everything but q, k and v was complete before the launch that precedes this one: on a Hopper
-    GPU the work is then shared out while that launch still runs.
     """
     chosen = choose(attention_decode_problem(q, k, v, mask, kv_len, scale, kv_start=kv_start), backend)
-    known = [tensor for tensor in (mask, kv_len, kv_start) if tensor is not None]
-    early = early and all(tensor.is_contiguous() for tensor in known)  # else copied just now
-    o = torch.ops.wide_kernels.attention_decode(q, k, v, mask, kv_len, kv_start, scale, early, chosen)
+    o = torch.ops.wide_kernels.attention_decode(q, k, v, mask, kv_len, kv_start, scale, chosen)
     return cast(Tensor, o)
 
 
@@ -65,7 +59,6 @@ def attention_decode_problem(
     scale: float | None = None,
     *,
     kv_start: Tensor | None = None,
-    early: bool = False,
 ) -> Problem:
     """The facts that decide the backend of `attention_decode`; raises UnsupportedError for what no backend takes."""
     op = "attention_decode"
@@ -119,8 +112,8 @@ def in_packets(tensor: Tensor) -> bool:
 @torch.library.custom_op(
     "wide_kernels::attention_decode",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor? kv_len, Tensor? kv_start, float? scale, bool early,"
-    " str backend) -> Tensor",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor? kv_len, Tensor? kv_start, float? scale, str backend)"
+    " -> Tensor",
 )
 def _attention_decode(
     q: Tensor,
@@ -130,17 +123,16 @@ def _attention_decode(
     kv_len: Tensor | None,
     kv_start: Tensor | None,
     scale: float | None,
-    early: bool,
     backend: str,
 ) -> Tensor:
     if backend == "gluon":
         from wide_kernels.attention_decode.gluon import attend as attend_on_hopper
 
-        return attend_on_hopper(q, k, v, mask, kv_len, kv_start, scale, early)
+        return attend_on_hopper(q, k, v, mask, kv_len, kv_start, scale)
     if backend == "triton":
         from wide_kernels.attention_decode.triton import attend
 
-        return attend(q, k, v, mask, kv_len, kv_start, scale, early)
+        return attend(q, k, v, mask, kv_len, kv_start, scale)
     return attention_decode_reference(q, k, v, mask, kv_len, kv_start, scale)
 
 

@@ -103,20 +103,17 @@ def split_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One run of blocks: for each pair that it meets, softmax statistics and weighted values of all its query heads.
 
     The heads of a pair are rows of one tile and share every read of keys and values. `scale` holds log2 e.
     """
+    if PDL:
+        gdc_launch_dependents()
     blocks, before, rank = all_work(
         mask, kv_len, kv_start, batch, keys, H_K, SHARED, GROUP, HAS_KV_LEN, HAS_KV_START, PAIRS, BN
     )
-    if PDL and EARLY:
-        gdc_wait()
-    if PDL:
-        gdc_launch_dependents()
     work = tl.sum(blocks, 0)
     program = tl.program_id(0)
     share, extra = work // PROGRAMS, work % PROGRAMS
@@ -218,7 +215,7 @@ def merge_kernel(
     total = 0.0
     if PDL:
         gdc_wait()  # all of the above comes from the mask
-        gdc_launch_dependents()
+        gdc_launch_dependents()  # not before: what starts while keys are read is in the way of that
     if live & (count > 0):
         first = program_of(at, share, extra)
         last = program_of(at + count - 1, share, extra)
@@ -249,7 +246,6 @@ def attend(
     kv_len: Tensor | None,
     kv_start: Tensor | None,
     scale: float | None,
-    early: bool,
 ) -> Tensor:
     """`attention_decode` for q [B, 1, H_q, d]; many sequences take several launches."""
     batch, kv_heads = q.shape[0], k.shape[2]
@@ -260,7 +256,7 @@ def attend(
         for first in range(0, batch, step):
             part = slice(first, first + step)
             lengths, starts = (None if where is None else where[part].contiguous() for where in (kv_len, kv_start))
-            _attend(o[part], q[part], k[part], v[part], mask[part].contiguous(), lengths, starts, scale, early)
+            _attend(o[part], q[part], k[part], v[part], mask[part].contiguous(), lengths, starts, scale)
     return o
 
 
@@ -273,7 +269,6 @@ def _attend(
     kv_len: Tensor | None,
     kv_start: Tensor | None,
     scale: float | None,
-    early: bool,
 ) -> None:
     batch, _, heads, size = q.shape
     keys, kv_heads = k.shape[1], k.shape[2]
@@ -291,8 +286,7 @@ def _attend(
     split_kernel[(config["PROGRAMS"],)](
         q, k, v, flags, lengths, starts, acc, peak, total, batch, keys, scale * LOG2_E,
         q.stride(0), q.stride(2), *k.stride()[:3], *v.stride()[:3],
-        *sizes, "ieee" if q.dtype is torch.float32 else "tf32", padded_rows(shared), PDL=overlap,
-        EARLY=early, **config, **({"launch_pdl": True} if overlap and early else {}),
+        *sizes, "ieee" if q.dtype is torch.float32 else "tf32", padded_rows(shared), PDL=overlap, **config,
     )  # fmt: skip
     merge_kernel[(batch * heads,)](
         o, flags, lengths, starts, acc, peak, total, batch, keys, *sizes, config["BN"], config["PROGRAMS"],

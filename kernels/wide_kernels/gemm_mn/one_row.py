@@ -87,8 +87,10 @@ def vector_kernel(
 
 
 def vector_config(depth: int, width: int, gated: bool, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
-    """Steps of 16 KB straight to registers; so many programs are resident that nothing need be ahead."""
-    config = {"BN": 2 if gated else 4, "BC": 256, "num_warps": 4, "PDL": int(is_hopper(device))}
+    """Steps of 16 KB a weight straight to registers; so many programs are resident that nothing need be ahead."""
+    config = {"BN": 4, "BC": 256, "num_warps": 4, "PDL": int(is_hopper(device))}
+    if gated:  # longer steps, for what a dense product fetches early
+        config |= {"BN": 2, "BC": 512, "num_warps": 8}
     config |= tuned("vector_gated" if gated else "vector_mn", 1, width, dtype)
     config["BN"] = largest_power(width, config["BN"])
     config["BC"] = min(config["BC"], padded_rows(-(-depth // 8)))

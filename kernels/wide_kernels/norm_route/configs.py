@@ -50,4 +50,5 @@ def row_config(rows: int, size: int, rank: int, dtype: torch.dtype, device: torc
     chunks = padded_rows(-(-size // config["BD"]))
     if config["BD"] < 16 or chunks * rank > _ROW_TILE:
         return None
+    config["num_warps"] = min(config["num_warps"], 2 * chunks * rank // 32)  # a thread has words of its own
     return overlapped(config | {"CP": chunks})

@@ -7,8 +7,9 @@ fence lies between the sums of one program and the result of another. The weight
 are fetched while the launch before this one ends. No tensor core: one row would fill a sixteenth of it. The decision is
 made as in triton.py, whose kernel is for more rows.
 
-The words of a row: [CHUNKS, RP] of the bottleneck, [CHUNKS] sums of squares, the number of launches so far. Programs of
-one row must be resident at once: as in `meeting.py`, they have adjacent numbers and are few, see the launcher.
+The words of a row: CHUNKS times 2 RP, a chunk's share of the bottleneck, its sum of squares, and some zeros; then the
+bit of the last launch. Programs of one row must be resident at once: as in `meeting.py`, they have adjacent numbers and
+are few, the launcher sees to that.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -28,19 +29,23 @@ def published(value, turn):
 
 
 @triton.jit
-def received(hidden, squares, turn, CHUNKS: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr, TOGETHER: tl.constexpr):
-    """(bottleneck [RP], sum of squares) of a row, from all chunks; TOGETHER: as soon as this launch has put them."""
+def received(words, turn, CHUNKS: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr, TOGETHER: tl.constexpr):
+    """(bottleneck [RP], sum of squares) of a row, from all chunks; TOGETHER: as soon as this launch has put them.
+
+    One load for all of them, no smaller than the program has threads: of a smaller one every thread would have copies,
+    of which the wait sees one and the sum may take another, older one.
+    """
     chunk = tl.arange(0, CP)
-    known = chunk < CHUNKS
-    places = hidden + chunk[:, None] * RP + tl.arange(0, RP)[None, :]
-    sums = tl.load(places, mask=known[:, None], other=turn, volatile=True)
-    square = tl.load(squares + chunk, mask=known, other=turn, volatile=True)
+    column = tl.arange(0, 2 * RP)  # the bottleneck, the sum of squares, zeros, nothing
+    places = words + chunk[:, None] * (2 * RP) + column[None, :]
+    known = (chunk < CHUNKS)[:, None] & (column < RP + 4)[None, :]
+    word = tl.load(places, mask=known, other=turn, volatile=True)
     if TOGETHER:
-        while tl.max(tl.max((sums ^ turn) & 1, 1) | ((square ^ turn) & 1), 0) != 0:
-            sums = tl.load(places, mask=known[:, None], other=turn, volatile=True)
-            square = tl.load(squares + chunk, mask=known, other=turn, volatile=True)
-    whole = tl.sum((sums & -2).to(tl.float32, bitcast=True), 0)
-    return whole, tl.sum((square & -2).to(tl.float32, bitcast=True), 0)
+        while tl.max(tl.max((word ^ turn) & 1, 1), 0) != 0:
+            word = tl.load(places, mask=known, other=turn, volatile=True)
+    total = tl.sum((word & -2).to(tl.float32, bitcast=True), 0)
+    whole, square = tl.split(tl.trans(tl.reshape(total, (2, RP))))
+    return whole, tl.sum(square, 0)
 
 
 @triton.jit
@@ -116,21 +121,26 @@ def row_kernel(
     if PDL and EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    value = tl.load(x + row * D + d, mask=known, other=0.0).to(tl.float32)
-    hidden = words + row * WORDS
-    squares = hidden + CHUNKS * RP
-    launches = squares + CHUNKS
+    words += row * WORDS
+    last_turn = words + CHUNKS * 2 * RP
     TOGETHER: tl.constexpr = HALVES == "both"
-    so_far = tl.load(launches, volatile=True) if TOGETHER else 0
-    turn = (so_far + 1) & 1
+    turn = 1
+    value = tl.load(x + row * D + d, mask=known, other=0.0).to(tl.float32)
+    if TOGETHER:
+        last = tl.load(last_turn, volatile=True)
+        turn = last ^ 1
+        # It is 0 or 1. But so the sums wait until every thread has it: once they are seen it may change.
+        value = tl.where(last > 1, 0.0, value)
     if HALVES != "second":
-        tl.store(hidden + chunk * RP + rank, published(tl.sum(down * value[None, :], 1), turn))
-        tl.store(squares + chunk, published(tl.sum(value * value, 0), turn))
+        own = words + chunk * 2 * RP
+        tl.store(own + rank, published(tl.sum(down * value[None, :], 1), turn))
+        four = tl.arange(0, 4)  # so that everything is read 16 bytes at a time
+        tl.store(own + RP + four, published(tl.where(four == 0, tl.sum(value * value, 0), 0.0), turn))
     if HALVES != "first":
-        whole, square = received(hidden, squares, turn, CHUNKS, CP, RP, TOGETHER)
+        whole, square = received(words, turn, CHUNKS, CP, RP, TOGETHER)
         mean = square / D
         if TOGETHER and chunk == 0:  # everybody has put a sum and so knows the turn
-            tl.store(launches, so_far + 1)
+            tl.store(last_turn, turn)
         dtype: tl.constexpr = out.dtype.element_ty
         # Llama's order of roundings: scaled and rounded, then times the weight and rounded.
         scaled = (value * tl.rsqrt(mean + eps)).to(dtype).to(tl.float32)

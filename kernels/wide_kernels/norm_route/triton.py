@@ -310,7 +310,7 @@ def _norm_and_route(
         launches = ("both",) if together else ("first", "second")
         if few is not None:
             config |= {"PARTS": w1.shape[0] if w1.dim() == 3 else 1, "EARLY": early}
-            config["WORDS"] = -(-(chunks * (padded + 1) + 1) // 32) * 32
+            config["WORDS"] = 2 * chunks * padded + 32
             # Each shape has words of its own: what one of them leaves behind means nothing to another.
             use, size = f"norm_route {rows} {chunks} {padded}", rows * config["WORDS"]
             words = counters(use, x.device, size) if together else torch.empty(size, dtype=torch.int32, device=x.device)

@@ -186,8 +186,6 @@ def project_kernel(
     else:
         tl.store(v_slots + slot + (head - HEADS - KV_HEADS) * SIZE + i, first)
         tl.store(v_slots + slot + (head - HEADS - KV_HEADS) * SIZE + HALF + i, second)
-    if PDL:
-        gdc_launch_dependents()  # now: attention's programs, come any sooner, would be in the way of these
 
 
 @triton.jit(do_not_specialize=["stride"])

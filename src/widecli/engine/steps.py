@@ -133,4 +133,4 @@ class DecodeStep(Step):
         """See `Step`. Dense goes through the same operator: no library call takes lengths only the device knows."""
         mask = self.cache.everything if route is None or route.mask is None else route.mask
         k, v = self.cache.k[layer][:, : self._keys], self.cache.v[layer][:, : self._keys]
-        return wk.attention_decode(q, k, v, mask, self._visible, scale, early=True)
+        return wk.attention_decode(q, k, v, mask, self._visible, scale)
