@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,8 +10,11 @@ import typer
 from widecli.cli import options
 from widecli.cli.console import emit_json, note, stdout_for_document, warn
 from widecli.errors import Preempted, UsageError
+from widecli.signals import NOTICES, handled
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from widecli.profiling.request import Flags, Request
 
 _GRID = "What is measured"
@@ -249,8 +248,11 @@ def run_profile(
             run.log(logged, **figures)
             tracker.log(logged, figures)
 
+    def told_to_stop(number: int, frame: FrameType | None) -> None:
+        raise Preempted(f"stopped by a signal; --resume continues {run.path}")
+
     try:
-        with _signals_end(run.path):
+        with handled(NOTICES, told_to_stop):
             points = measure(subject, request.settings, note, remark, done, cells.of)
         most = saturation(points) if request.settings.throughput else None
         found = {"points_schema": POINTS_SCHEMA, "points": points, "throughput": most, "notes": remarks}
@@ -289,21 +291,6 @@ def _refuse_other_run(path: Path, identity: dict[str, Any]) -> dict[str, Any] | 
             "it with --overwrite if it is a profile's."
         )
     return None
-
-
-@contextlib.contextmanager
-def _signals_end(path: Path) -> Iterator[None]:
-    """Inside, SIGTERM and SIGUSR1 end the command as resumable: every cell that was measured is kept."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise Preempted(f"stopped by a signal; --resume continues {path}")
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _figures(point: dict[str, Any]) -> dict[str, Any]:
