@@ -89,3 +89,37 @@ def test_only_a_profile_is_resumed_by_a_profile(wide: Wide, workplace: Path) -> 
     wide(*again[:-1], "--overwrite").refused_with("holds the checkpoints of a training run")
     assert (other / "metrics.jsonl").read_text() == '{"step": 1, "loss": 3.0}\n'
     assert wide("profile", *SHAPE, "--prompt", 8, "--run-dir", "new", "--resume").code == 0  # starts what is not there
+
+
+def test_a_resumed_throughput_takes_the_batches_that_its_run_began_with(
+    wide: Wide, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from widecli.profiling import memory, request
+
+    grid = ("profile", *SHAPE, "--throughput", "--ttft", "--prompt", 8, "--sparsity", 0.5)
+    real, measured = measurement.Cell.measure, []
+
+    def interrupted(cell: measurement.Cell) -> list[measurement.Point]:
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(cell._batch)
+        return real(cell)
+
+    def free(mebibytes: float) -> None:
+        for module in (request, memory):
+            monkeypatch.setattr(module, "free_bytes", lambda device: int(mebibytes * 2**20))
+
+    free(40)
+    monkeypatch.setattr(measurement.Cell, "measure", interrupted)
+    assert wide(*grid).code == 130 and measured == [1, 2]
+    monkeypatch.setattr(measurement.Cell, "measure", real)
+    for mebibytes, other in ((1000, 64), (38, 2)):
+        free(mebibytes)
+        assert wide(*grid, "--dry-run", "--json").document["settings"]["batches"][-1] == other
+    wide(*grid, "--resume").refused_with("batch 4 with 8 tokens each needs")
+    free(1000)
+    done = wide(*grid, "--resume", "--json")
+    assert done.code == 0, done.err
+    assert [point["batch"] for point in done.document["points"]] == [1, 2, 4]
+    assert done.err.count("measured before") == 2
+    assert wide(*grid, "--resume", "--json").document == done.document

@@ -99,8 +99,9 @@ def profile(
     """
     offline = options.go_offline(offline)
     with stdout_for_document(json):
-        from widecli.cli.profile_run import run_profile
+        from widecli.cli.profile_run import recorded_at, run_profile
         from widecli.profiling.request import Flags, read
+        from widecli.track.run import directory
 
         flags = Flags(
             checkpoint,
@@ -127,6 +128,9 @@ def profile(
         if checkpoint is None and shape is None and model is None:
             flags = _by_itself(flags)
         request = read(flags)
+        path = directory("profile", request.run_name, run_dir)
+        if resume and not overwrite:  # of both the run says that they do not go together
+            request = request.continuing(recorded_at(path))
         if dry_run:
             document = describe(request)
         else:

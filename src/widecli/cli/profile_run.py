@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from widecli.cli import options
@@ -10,6 +11,7 @@ from widecli.errors import Preempted, UsageError
 from widecli.signals import NOTICES, handled
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
     from types import FrameType
 
@@ -36,13 +38,15 @@ def run_profile(
     if request.checkpoint and run_dir:
         options.refuse_own_directory(run_dir, request.checkpoint)
     identity = request.identity()
+    kept: frozenset[tuple[int, int]] = frozenset()
     if resume and not overwrite:  # of both the run says that they do not go together
         path = directory("profile", request.run_name, run_dir)
-        finished = _refuse_other_run(path, identity)
-        if finished is not None:
+        found = standing(path, request)
+        if found.finished is not None:
             note(f"{path} is finished already")
-            _show(finished)
-            return finished
+            _show(found.finished)
+            return found.finished
+        kept = found.kept
     recipe = request.recipe(wandb)
     remarks: list[str] = []
 
@@ -53,7 +57,8 @@ def run_profile(
 
     if request.outline.device.type == "cpu":
         remark("no GPU: the operators compute everything and mask, so what is skipped here saves no time")
-    note(f"about {duration(expected_seconds(request.outline, request.settings))} on {request.where}, plus loading")
+    seconds = expected_seconds(request.outline, request.settings, kept)
+    note(f"about {duration(seconds)} on {request.where}, plus loading")
     subject = request.load(words)
     run = Run.create(
         "profile", request.run_name, recipe_yaml=recipe.text, run_dir=run_dir, overwrite=overwrite, resume=resume
@@ -84,8 +89,8 @@ def run_profile(
         with handled(NOTICES, told_to_stop):
             points = measure(subject, request.settings, note, remark, done, cells.of)
         most = saturation(points) if request.settings.throughput else None
-        found = {"points_schema": POINTS_SCHEMA, "points": points, "throughput": most, "notes": remarks}
-        summary = run.write_summary({**request.facts(subject), "identity": identity, **found})
+        measured = {"points_schema": POINTS_SCHEMA, "points": points, "throughput": most, "notes": remarks}
+        summary = run.write_summary({**request.facts(subject), "identity": identity, **measured})
         cells.finish()
         tracker.summarise({"points": len(points)})
         exit_code = 0
@@ -100,26 +105,47 @@ def run_profile(
     return summary
 
 
-def _refuse_other_run(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """The summary of the run at `path`, None if it did not come to its end.
+def recorded_at(path: Path) -> Mapping[str, Any] | None:
+    """The identity of the profile at `path`, finished or not, as it recorded it; None where there is none."""
+    from widecli.profiling.cells import recorded
+    from widecli.track.run import Run
 
-    Raises UsageError where something else was measured there or another command ran.
+    identity = (Run(path, "profile").summary() or {}).get("identity") or recorded(path)
+    return identity if isinstance(identity, dict) else None
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a run's directory holds of a request already: the cells to keep, and its summary when that is all of it."""
+
+    kept: frozenset[tuple[int, int]]
+    finished: dict[str, Any] | None = None
+
+
+def standing(path: Path, request: Request) -> Standing:
+    """How far the run at `path` is, one that is not there too.
+
+    Raises UsageError where something else was measured or another command ran, or where what is left does not fit in
+    the memory.
     """
+    from widecli.profiling import grid
     from widecli.profiling.cells import MeasuredCells, refuse_other
     from widecli.track.run import Run
 
+    identity = request.identity()
     run = Run(path, "profile")
     summary = run.summary()
     if summary is not None and "identity" in summary:
         refuse_other(path, summary["identity"], identity)
-        return summary
+        return Standing(frozenset(grid.cells(request.settings)), summary)
     cells = MeasuredCells(path, identity)
     if path.is_dir() and any(path.iterdir()) and not cells.points and not run.holds_nothing:
         raise UsageError(
             f"{path} holds nothing that wide profile could continue; name another directory with --run-dir, or replace "
             "it with --overwrite if it is a profile's."
         )
-    return None
+    grid.check(request.outline, request.settings, loaded=False, kept=cells.kept)
+    return Standing(cells.kept)
 
 
 def _figures(point: dict[str, Any]) -> dict[str, Any]:

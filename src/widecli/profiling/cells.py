@@ -38,6 +38,11 @@ class MeasuredCells:
         """The points of a cell, none if it was not measured."""
         return [point for point in self.points if (point["batch"], point["prompt"]) == (batch, prompt)]
 
+    @property
+    def kept(self) -> frozenset[tuple[int, int]]:
+        """Batch and prompt of the cells that need not be measured."""
+        return frozenset((point["batch"], point["prompt"]) for point in self.points)
+
     def add(self, points: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
         """Keep a cell's points, and all remarks up to them."""
         self.points += points
@@ -48,6 +53,12 @@ class MeasuredCells:
     def finish(self) -> None:
         """The run's summary holds everything now."""
         (self._path / _NAME).unlink(missing_ok=True)
+
+
+def recorded(path: Path) -> dict[str, Any] | None:
+    """What the unfinished run at `path` measures; None when it has no cells yet."""
+    stored = _read(path / _NAME)
+    return None if stored is None else dict(stored["what"])
 
 
 def refuse_other(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
