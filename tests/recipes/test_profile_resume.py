@@ -35,6 +35,14 @@ def test_a_killed_run_goes_on_with_the_cells_that_it_has_not_measured(
     wide("profile", *SHAPE, *grid).refused_with("kept holds an unfinished run (--resume continues it)")
     wide("profile", *SHAPE, *grid, "--ttft", "--resume").refused_with("cannot be resumed: phases was", "--overwrite")
 
+    left = wide("profile", *SHAPE, *grid, "--resume", "--dry-run", "--json")
+    assert left.document["kept"] == 3 and "3 of 4 cells (a batch and a prompt each) are measured already" in left.err
+    assert [(c["phase"], c["batch"], c["prompt"]) for c in left.document["cells"]] == [("ttft", 2, 16), ("tpot", 2, 16)]
+    anew = wide("profile", *SHAPE, *grid, "--dry-run", "--json").document
+    assert (anew["kept"], len(anew["cells"])) == (0, 8) and left.document["seconds"] < anew["seconds"]
+    wide("profile", *SHAPE, *grid, "--ttft", "--resume", "--dry-run").refused_with("cannot be resumed: phases was")
+    assert json.loads((workplace / "kept" / "cells.json").read_text())["points"] == kept
+
     monkeypatch.setattr(measurement.Cell, "measure", real)
     whole = wide("profile", *SHAPE, *grid, "--resume", "--json")
     assert whole.code == 0 and whole.err.count("measured before") == 3
@@ -45,6 +53,9 @@ def test_a_killed_run_goes_on_with_the_cells_that_it_has_not_measured(
     assert steps == list(range(8))
     assert not (workplace / "kept" / "cells.json").exists()
 
+    nothing = wide("profile", *SHAPE, *grid, "--resume", "--dry-run", "--json")
+    assert [nothing.document[key] for key in ("kept", "cells", "seconds")] == [4, [], 0]
+    assert "nothing is left to measure" in nothing.err
     again = wide("profile", *SHAPE, *grid, "--resume", "--json")
     assert again.document == whole.document and "is finished already" in again.err
     wide("profile", *SHAPE, *grid, "--ttft", "--resume").refused_with("cannot be resumed: phases was")

@@ -99,7 +99,7 @@ def profile(
     """
     offline = options.go_offline(offline)
     with stdout_for_document(json):
-        from widecli.cli.profile_run import recorded_at, run_profile
+        from widecli.cli.profile_run import recorded_at, run_profile, standing
         from widecli.profiling.request import Flags, read
         from widecli.track.run import directory
 
@@ -129,10 +129,11 @@ def profile(
             flags = _by_itself(flags)
         request = read(flags)
         path = directory("profile", request.run_name, run_dir)
-        if resume and not overwrite:  # of both the run says that they do not go together
+        continues = resume and not overwrite  # of both the run says that they do not go together
+        if continues:
             request = request.continuing(recorded_at(path))
         if dry_run:
-            document = describe(request)
+            document = describe(request, standing(path, request).kept if continues else frozenset())
         else:
             words = _text(text, data_root, offline) if request.settings.masks == "learned" else ""
             document = run_profile(request, words, wandb=wandb, run_dir=run_dir, resume=resume, overwrite=overwrite)
@@ -161,15 +162,19 @@ def _text(name: str, data_root: str | None, offline: bool) -> str:
     return perplexity_text(name, data_root, offline)[1]
 
 
-def describe(request: Request) -> dict[str, Any]:
-    """What would be measured: memory, bounds and time; allocates nothing."""
+def describe(request: Request, kept: frozenset[tuple[int, int]]) -> dict[str, Any]:
+    """What would be measured besides the cells that are kept: memory, bounds and time; allocates nothing."""
     from widecli.cli.cost_card import duration
     from widecli.profiling.grid import estimates, expected_seconds
 
     outline, settings = request.outline, request.settings
-    seconds = expected_seconds(outline, settings)
-    note(f"would measure {outline.name} ({request.where}), about {duration(seconds)} plus loading")
-    cells = estimates(outline, settings)
+    if kept:
+        whole = len(settings.batches) * len(settings.prompts)
+        note(f"{len(kept)} of {whole} cells (a batch and a prompt each) are measured already and kept")
+    seconds = expected_seconds(outline, settings, kept)
+    cells = estimates(outline, settings, kept)
+    plan = f"would measure {outline.name} ({request.where}), about {duration(seconds)} plus loading"
+    note(plan if cells else "nothing is left to measure")
     for cell in cells:
         size = cell["memory"]["total_bytes"] / 2**30
         note(
@@ -184,5 +189,6 @@ def describe(request: Request) -> dict[str, Any]:
         "settings": settings.as_dict(),
         "seconds": seconds,
         "cells": cells,
+        "kept": len(kept),
         "run": request.run_name,
     }
