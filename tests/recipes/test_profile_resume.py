@@ -11,6 +11,7 @@ import pytest
 from whole_commands import SHAPE, Wide
 
 from widecli.profiling import measurement
+from widecli.profiling.hugging_face import HuggingFace
 
 
 def test_a_killed_run_goes_on_with_the_cells_that_it_has_not_measured(
@@ -134,3 +135,32 @@ def test_a_resumed_throughput_takes_the_batches_that_its_run_began_with(
     assert [point["batch"] for point in done.document["points"]] == [1, 2, 4]
     assert done.err.count("measured before") == 2
     assert wide(*grid, "--resume", "--json").document == done.document
+
+
+def test_a_resumed_run_measures_the_cells_again_that_had_no_time_for_transformers(
+    wide: Wide, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = ("profile", *SHAPE, "--compare-hf", "--ttft", "--batch", "1,2,3", "--prompt", 8, "--run-dir", "kept")
+    monkeypatch.setattr(HuggingFace, "may_set_up", property(lambda self: self._spent == 0.0))  # once a start
+    documents = []
+    for start, measured_before in enumerate([0, 2, 2]):  # a cell without its time now is not measured, either
+        done = wide(*grid, *(["--resume"] if start else []), "--json")
+        assert done.code == 0, done.err
+        document = done.document
+        documents.append(document)
+        assert [point["batch"] for point in document["points"]] == [1, 2, 3]
+        assert [bool(point["hugging_face"]) for point in document["points"]] == [place <= start for place in range(3)]
+        waiting = [note for note in document["notes"] if "no time to compile it; --resume measures this cell" in note]
+        assert len(waiting) == 2 - start
+        assert done.err.count("measured before") == measured_before
+        left = wide(*grid, "--resume", "--dry-run", "--json").document
+        assert (left["kept"], len(left["cells"])) == (1 + start, 2 - start)
+        assert (workplace / "kept" / "cells.json").exists() == (start < 2)
+    first, second, third = (document["points"] for document in documents)
+    assert second[0] == first[0] and second[1] != first[1] and second[2] == first[2]
+    assert third[:2] == second[:2]
+    steps = [json.loads(line)["step"] for line in (workplace / "kept" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(5))
+    again = wide(*grid, "--resume", "--json")
+    assert again.document == documents[-1] and "is finished already" in again.err
+    wide(*grid).refused_with("holds a finished run")

@@ -67,16 +67,16 @@ def run_profile(
     remarks[:0] = [message for message in cells.notes if message not in remarks]
     if not cells.points:
         run.write_environment()
-    run.rewind_metrics(len(cells.points))
+    run.rewind_metrics(cells.logged)
     tracker = start_wandb(recipe.track, run, request.settings.as_dict(), warn=warn)
     note(tracker.description)
     exit_code = 1
 
-    def done(points: list[dict[str, Any]]) -> None:
-        first = len(cells.points)
+    def done(points: list[dict[str, Any]], lacks: list[str]) -> None:
+        first = cells.logged
         for point in points:
             point["run"] = str(run.path)
-        cells.add(points, remarks)  # before it is told: what is told twice W&B takes once
+        cells.add(points, remarks, lacks)  # before it is told: what is told twice W&B takes once
         for logged, point in enumerate(points, first):
             figures = _figures(point)
             run.log(logged, **figures)
@@ -87,9 +87,10 @@ def run_profile(
 
     try:
         with handled(NOTICES, told_to_stop):
-            points = measure(subject, request.settings, note, remark, done, cells.of)
+            points = measure(subject, request.settings, note, remark, done, cells)
         most = saturation(points) if request.settings.throughput else None
-        measured = {"points_schema": POINTS_SCHEMA, "points": points, "throughput": most, "notes": remarks}
+        notes = [*remarks, *(words for lacks in cells.missing.values() for words in lacks)]
+        measured = {"points_schema": POINTS_SCHEMA, "points": points, "throughput": most, "notes": notes}
         summary = run.write_summary({**request.facts(subject), "identity": identity, **measured})
         cells.finish()
         tracker.summarise({"points": len(points)})
@@ -116,7 +117,7 @@ def recorded_at(path: Path) -> Mapping[str, Any] | None:
 
 @dataclass(frozen=True)
 class Standing:
-    """What a run's directory holds of a request already: the cells to keep, and its summary when that is all of it."""
+    """What a run's directory holds of a request already: the cells to keep, and its summary when nothing is missing."""
 
     kept: frozenset[tuple[int, int]]
     finished: dict[str, Any] | None = None
@@ -137,8 +138,9 @@ def standing(path: Path, request: Request) -> Standing:
     summary = run.summary()
     if summary is not None and "identity" in summary:
         refuse_other(path, summary["identity"], identity)
-        return Standing(frozenset(grid.cells(request.settings)), summary)
     cells = MeasuredCells(path, identity)
+    if summary is not None and "identity" in summary and not cells.missing:
+        return Standing(frozenset(grid.cells(request.settings)), summary)
     if path.is_dir() and any(path.iterdir()) and not cells.points and not run.holds_nothing:
         raise UsageError(
             f"{path} holds nothing that wide profile could continue; name another directory with --run-dir, or replace "

@@ -7,6 +7,7 @@ from typing import Any
 
 from widecli.engine.cache import cache_bytes, free_bytes
 from widecli.profiling.bound import Pass, Phase, bound, peaks_of
+from widecli.profiling.cells import Cell
 from widecli.profiling.memory import USABLE, Demand, activation_bytes, memory_model
 from widecli.profiling.subject import Outline, Settings
 
@@ -14,10 +15,6 @@ _REACH = {"cuda": 0.6, "cpu": 0.15}  # share of the bound that a first guess of 
 _SETTING_UP = {"cuda": 8.0, "cpu": 0.5}  # seconds a cell: tuning, allocating
 _RECORDED_PASSES = 4  # a session's plain passes around a recording: two to warm up, one to record, one counted
 _COMPARING = {"cuda": 40.0, "cpu": 2.0}  # seconds a run: Hugging Face's model is compiled
-
-
-Cell = tuple[int, int]
-"""Batch and prompt."""
 
 
 def cells(settings: Settings, kept: Collection[Cell] = ()) -> list[Cell]:
