@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from whole_commands import SHAPE, Wide
+from whole_commands import SHAPE, Outcome, Wide
 
 from widecli.profiling import measurement
 from widecli.profiling.hugging_face import HuggingFace
+
+Start = Callable[..., "subprocess.Popen[str]"]
 
 
 def test_a_killed_run_goes_on_with_the_cells_that_it_has_not_measured(
@@ -164,3 +168,27 @@ def test_a_resumed_run_measures_the_cells_again_that_had_no_time_for_transformer
     again = wide(*grid, "--resume", "--json")
     assert again.document == documents[-1] and "is finished already" in again.err
     wide(*grid).refused_with("holds a finished run")
+
+
+def test_two_processes_do_not_measure_into_one_directory(
+    wide: Wide, start_wide: Start, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("profile", *SHAPE, "--ttft", "--prompt", 8, "--run-dir", "kept/both")
+    real, meanwhile = measurement.Cell.measure, []
+
+    def measured(cell: measurement.Cell) -> list[measurement.Point]:
+        for flag in ("--resume", "--overwrite"):
+            other = start_wide(*arguments, flag)
+            out, err = other.communicate(timeout=120)
+            meanwhile.append(Outcome(other.returncode, out, err))
+        return real(cell)
+
+    monkeypatch.setattr(measurement.Cell, "measure", measured)
+    assert wide(*arguments).code == 0
+    for refused in meanwhile:
+        refused.refused_with("another process works on", "kept/both: wait for it", code=1)
+    assert [path.name for path in (workplace / "kept").iterdir()] == ["both"]
+    monkeypatch.setattr(measurement.Cell, "measure", real)
+    (workplace / "kept" / ".both.lock").touch()  # as a killed run leaves it
+    assert wide(*arguments, "--overwrite").code == 0
+    assert [path.name for path in (workplace / "kept").iterdir()] == ["both"]

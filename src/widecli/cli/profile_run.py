@@ -27,26 +27,46 @@ def run_profile(
     resume: bool = False,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Measure into a run directory of its own, or what is missing in one; returns the summary."""
+    """Measure into a run directory of its own, or what is missing in one; returns the summary.
+
+    Raises WideError when another process measures into it.
+    """
+    from widecli.track.run import directory, held
+
+    if request.checkpoint and run_dir:
+        options.refuse_own_directory(run_dir, request.checkpoint)
+    path = directory("profile", request.run_name, run_dir)
+    with held(path):
+        kept: frozenset[tuple[int, int]] = frozenset()
+        if resume and not overwrite:  # of both the run says that they do not go together
+            found = standing(path, request)
+            if found.finished is not None:
+                note(f"{path} is finished already")
+                _show(found.finished)
+                return found.finished
+            kept = found.kept
+        return _run(request, words, kept, wandb=wandb, run_dir=run_dir, resume=resume, overwrite=overwrite)
+
+
+def _run(
+    request: Request,
+    words: str,
+    kept: frozenset[tuple[int, int]],
+    *,
+    wandb: str | None,
+    run_dir: str | None,
+    resume: bool,
+    overwrite: bool,
+) -> dict[str, Any]:
+    """Measure what is not kept, into the run's directory."""
     from widecli.cli.cost_card import duration
     from widecli.profiling.cells import MeasuredCells
     from widecli.profiling.grid import expected_seconds
     from widecli.profiling.measurement import POINTS_SCHEMA, measure, saturation
-    from widecli.track.run import Run, directory
+    from widecli.track.run import Run
     from widecli.track.wandb import start_wandb
 
-    if request.checkpoint and run_dir:
-        options.refuse_own_directory(run_dir, request.checkpoint)
     identity = request.identity()
-    kept: frozenset[tuple[int, int]] = frozenset()
-    if resume and not overwrite:  # of both the run says that they do not go together
-        path = directory("profile", request.run_name, run_dir)
-        found = standing(path, request)
-        if found.finished is not None:
-            note(f"{path} is finished already")
-            _show(found.finished)
-            return found.finished
-        kept = found.kept
     recipe = request.recipe(wandb)
     remarks: list[str] = []
 
