@@ -1,4 +1,4 @@
-"""What lies on disk appears whole or not at all: files, folders; who may write there; and where the user's cache is."""
+"""What lies on disk appears whole or not at all, files and folders; locks; where the user's cache is."""
 
 from __future__ import annotations
 
