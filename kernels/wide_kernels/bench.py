@@ -153,15 +153,16 @@ def tuning_points(arguments: argparse.Namespace) -> list[tuple[str, Sizes]]:
 
     found = []
     for kernel in arguments.tune:
-        usual = (
-            1 if kernel.startswith(("vector", "norm_row")) else 16 if kernel.startswith("few_rows") else 16384,
-            128,
-            0.5,
-        )
-        for rows, group, density in arguments.points or [usual]:
+        for rows, group, density in arguments.points or [(_usual_rows(kernel), 128, 0.5)]:
             sizes = Sizes(model_shape(arguments.model), rows, group, density, DTYPES[arguments.dtype])
             found.append((kernel, sizes))
     return found
+
+
+def _usual_rows(kernel: str) -> int:
+    if kernel.startswith(("vector", "norm_row")):
+        return 1
+    return 16 if kernel.startswith("few_rows") else 16384
 
 
 def measure(arguments: argparse.Namespace, deadline: float) -> Iterator[dict[str, object]]:

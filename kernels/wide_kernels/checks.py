@@ -42,6 +42,13 @@ def same_size(op: str, what: str, size: int, expected: int) -> None:
         raise UnsupportedError(f"{op}: {what} must be {expected}, got {size}")
 
 
+def is_bool(op: str, **switches: object) -> None:
+    """Yes or no alone: any other value, "no" too, would count as yes."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise UnsupportedError(f"{op}: {name} must be True or False, got {value!r}")
+
+
 def mask_sizes(op: str, mask: Tensor, least: int = 1) -> tuple[int, int]:
     """(T, N_G) of a decision mask, which must be bool and have at least so many groups."""
     if mask.dtype is not torch.bool:

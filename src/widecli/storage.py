@@ -1,4 +1,4 @@
-"""What lies on disk appears whole or not at all: files, folders, and where the user's cache is."""
+"""What lies on disk appears whole or not at all, files and folders; locks; where the user's cache is."""
 
 from __future__ import annotations
 
@@ -130,6 +130,35 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     finally:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def try_lock(file: Path) -> int | None:
+    """Lock `file`, made where it is not there; None where another process has it locked.
+
+    The lock ends with the descriptor that is returned, and with those of the children that inherit it. Where the file
+    system has no locks nobody is kept out. Raises WideError where the file cannot be written.
+    """
+    import fcntl
+
+    while True:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise unwritable(file, error) from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                os.close(handle)
+                raise unwritable(file, error) from error
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), file.stat()):
+                return handle
+        os.close(handle)  # whoever had it has taken it away meanwhile
 
 
 def _sync(path: Path) -> None:

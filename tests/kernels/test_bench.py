@@ -149,6 +149,17 @@ def test_shapes_have_names_or_are_written_by_hand() -> None:
         model_shape("gpt")
 
 
+@pytest.mark.parametrize(
+    ("kernel", "rows"), [("vector_mn", 1), ("norm_row", 1), ("few_rows_k", 16), ("gemm_mn", 16384)]
+)
+def test_a_kernel_is_tuned_for_the_rows_that_it_is_made_for_unless_told(kernel: str, rows: int) -> None:
+    arguments = argparse.Namespace(tune=[kernel], points=[], model="smollm2-135m", dtype="bf16")
+    ((name, sizes),) = bench.tuning_points(arguments)
+    assert (name, sizes.rows, sizes.group, sizes.density) == (kernel, rows, 128, 0.5)
+    arguments.points = [(3, 64, 0.25), (5, 64, 0.25)]
+    assert [sizes.rows for _, sizes in bench.tuning_points(arguments)] == [3, 5]
+
+
 def test_the_record_names_no_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
     monkeypatch.setattr(sys, "argv", ["bench"])

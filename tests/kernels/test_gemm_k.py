@@ -202,6 +202,8 @@ H, WEIGHT, RESIDUAL, MASK = (tensor.cpu() for tensor in example(3, 2))
     [
         ({"accumulate": "fp8"}, "one of auto, fp32, bf16, got 'fp8'"),
         ({"accumulate": "bf16"}, "needs bfloat16 operands, got torch.float32"),
+        ({"early": "no"}, "gemm_k: early must be True or False, got 'no'"),
+        ({"deterministic": 1}, "gemm_k: deterministic must be True or False, got 1"),
         ({"residual": RESIDUAL[:2]}, "T of residual must be 3, got 2"),
         ({"residual": RESIDUAL.half()}, "residual is torch.float16"),
         ({"mask": MASK[:, :0]}, "no groups"),

@@ -111,6 +111,7 @@ def test_no_rows_give_no_rows(backend: str, device: str) -> None:
     [
         ({"w1": torch.ones(8, 48).half()}, "routers are float32 so that ties are rare, w1 is torch.float16"),
         ({"tap": "embedding"}, "tap must be one of residual, normalised, got 'embedding'"),
+        ({"early": "no"}, "norm_route: early must be True or False, got 'no'"),
         ({"w1": torch.ones(8, 47)}, "D of w1 must be 48, got 47"),
         ({"b1": torch.ones(7)}, "size of b1 must be 8, got 7"),
         ({"w2": torch.ones(9, 8), "b2": torch.ones(9)}, "two rows a group, got 9"),

@@ -6,18 +6,16 @@ import csv
 import json
 import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from whole_commands import Outcome, Wide
+from whole_commands import SHAPE, Outcome, Wide
 
 from widecli.profiling import energy, measurement, memory
 from widecli.profiling.hugging_face import HuggingFace
 
-SHAPE = ("--shape", "128x256x2", "--gen", 4, "--seconds", 0.01)
 TIMES = {"p50_ms", "p90_ms", "p99_ms", "min_ms", "mean_ms", "n"}
 POINT = {"phase", "batch", "prompt", "gen", "sparsity", "group_size", "masks", "skip_rate", "recorded", "speedup"}
 POINT |= {"mode", "patterns", "dense", "routed", "hugging_face", "run"}
@@ -45,84 +43,6 @@ def check_point(
         assert figures["tokens_per_second"] == pytest.approx(1e3 * tokens / figures["p50_ms"])
     assert point["speedup"] == pytest.approx(point["dense"]["p50_ms"] / point["routed"]["p50_ms"])
     assert Path(point["run"], "summary.json").is_file()
-
-
-def test_a_killed_run_goes_on_with_the_cells_that_it_has_not_measured(
-    wide: Wide, workplace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grid = ("--batch", "1,2", "--prompt", "8,16", "--sparsity", 0.5, "--run-dir", "kept")
-    real, measured = measurement.Cell.measure, []
-
-    def interrupted(cell: measurement.Cell) -> list[measurement.Point]:
-        if len(measured) == 3:
-            raise KeyboardInterrupt
-        measured.append((cell._batch, cell._prompt))
-        return real(cell)
-
-    monkeypatch.setattr(measurement.Cell, "measure", interrupted)
-    broken = wide("profile", *SHAPE, *grid)
-    assert broken.code == 130 and "--resume continues it" in broken.err
-    kept = json.loads((workplace / "kept" / "cells.json").read_text())["points"]
-    assert len(kept) == 6  # both phases of three cells
-    with (workplace / "kept" / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"step": 6, "torn')  # of a cell that was cut off
-    wide("profile", *SHAPE, *grid).refused_with("kept holds an unfinished run (--resume continues it)")
-    wide("profile", *SHAPE, *grid, "--ttft", "--resume").refused_with("cannot be resumed: phases was", "--overwrite")
-
-    monkeypatch.setattr(measurement.Cell, "measure", real)
-    whole = wide("profile", *SHAPE, *grid, "--resume", "--json")
-    assert whole.code == 0 and whole.err.count("measured before") == 3
-    points = whole.document["points"]
-    assert [point for point in points if (point["batch"], point["prompt"]) in measured] == kept
-    assert [(p["batch"], p["prompt"]) for p in points[::2]] == [(1, 8), (2, 8), (1, 16), (2, 16)]
-    steps = [json.loads(line)["step"] for line in (workplace / "kept" / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(8))
-    assert not (workplace / "kept" / "cells.json").exists()
-
-    again = wide("profile", *SHAPE, *grid, "--resume", "--json")
-    assert again.document == whole.document and "is finished already" in again.err
-    wide("profile", *SHAPE, *grid, "--ttft", "--resume").refused_with("cannot be resumed: phases was")
-    wide("profile", *SHAPE, *grid, "--resume", "--overwrite").refused_with("give one of them")
-    wide("profile", *SHAPE, *grid, "--dtype", "bfloat16", "--resume").refused_with("device was the CPU, float32 and")
-
-
-def test_a_scheduler_ends_a_run_as_resumable(wide: Wide, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    grid = ("--ttft", "--batch", "1,2", "--prompt", 8, "--run-dir", "kept")
-    real, measured = measurement.Cell.measure, []
-
-    def told_to_stop(cell: measurement.Cell) -> list[measurement.Point]:
-        if measured:
-            os.kill(os.getpid(), signal.SIGTERM)
-        measured.append(cell)
-        return real(cell)
-
-    monkeypatch.setattr(measurement.Cell, "measure", told_to_stop)
-    wide("profile", *SHAPE, *grid).refused_with("stopped by a signal; --resume continues kept", code=75)
-    monkeypatch.setattr(measurement.Cell, "measure", real)
-    cells = workplace / "kept" / "cells.json"
-    whole = cells.read_text()
-    damaged = json.loads(whole)
-    damaged["points"][0] = {}
-    cells.write_text(json.dumps(damaged))
-    wide("profile", *SHAPE, *grid, "--resume").refused_with("holds nothing that wide profile could continue")
-    cells.write_text(whole)
-    done = wide("profile", *SHAPE, *grid, "--resume")
-    assert done.code == 0 and done.err.count("measured before") == 1
-
-
-def test_only_a_profile_is_resumed_by_a_profile(wide: Wide, workplace: Path) -> None:
-    other = workplace / "runs" / "calibrate-x"
-    (other / "checkpoints").mkdir(parents=True)
-    (other / "recipe.yaml").write_text("model: {name: 128x256x2}\n")
-    (other / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n')
-    again = ("profile", *SHAPE, "--prompt", 8, "--run-dir", other, "--resume")
-    wide(*again).refused_with("holds nothing that wide profile could continue")
-    (other / "summary.json").write_text('{"schema": "wide.summary/1", "command": "calibrate"}')
-    wide(*again).refused_with("holds nothing that wide profile could continue")
-    (other / "checkpoints" / "step-000001").mkdir()
-    wide(*again[:-1], "--overwrite").refused_with("holds the checkpoints of a training run")
-    assert (other / "metrics.jsonl").read_text() == '{"step": 1, "loss": 3.0}\n'
-    assert wide("profile", *SHAPE, "--prompt", 8, "--run-dir", "new", "--resume").code == 0  # starts what is not there
 
 
 def test_the_report_draws_what_a_sweep_over_shares_measured(wide: Wide, workplace: Path) -> None:

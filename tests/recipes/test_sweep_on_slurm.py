@@ -128,7 +128,8 @@ def test_what_sbatch_complains_of_is_passed_on(wide: Wide, tiny_recipe: Path) ->
 def test_three_points_one_of_them_preempted_and_a_sweep_interrupted_and_continued(
     wide: Wide, tiny_recipe: Path, workplace: Path
 ) -> None:
-    what = ("sweep", tiny_recipe, "--sparsity", "0.2,0.3,0.4", "--steps", 300, "train.save_every=1000")
+    # so many steps that no point comes to its end (120 a second) while it is looked for, interrupted and preempted
+    what = ("sweep", tiny_recipe, "--sparsity", "0.2,0.3,0.4", "--steps", 2500, "train.save_every=10000")
     what += ("--stages", "calibrate", "--offline", "--json")
     arguments = (*what, "--executor", "slurm", "--gpus", 0, "--cpus", 2, "sweep.slurm.poll=0.5")
 

@@ -28,6 +28,9 @@ QUESTIONS = ("--tasks", "openbookqa", "--data-root", "data", "--offline")
 STRONG = ("lora.learning_rate=0.02", "lora.rank=4")
 """A second stage of which eight steps show."""
 
+SHAPE = ("--shape", "128x256x2", "--gen", 4, "--seconds", 0.01)
+"""What `wide profile` measures in a moment."""
+
 
 @dataclass(frozen=True)
 class Outcome:

@@ -15,8 +15,8 @@ import pytest
 
 from widecli.errors import UsageError, WideError
 from widecli.recipe.load import dump, resolve
-from widecli.storage import plain, write_text
-from widecli.track.run import Run, run_name
+from widecli.storage import plain, try_lock, write_text
+from widecli.track.run import Run, held, run_name
 
 RECIPE = dump(resolve("demo").recipe)
 
@@ -237,3 +237,45 @@ def test_a_kill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
         process.wait()
         assert len(json.loads(target.read_text())["filling"]) == 300
         target.unlink()
+
+
+def test_a_directory_is_held_by_one_at_a_time_under_any_of_its_names(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("new/r")
+    with held(Path("new/r")):
+        for name in (tmp_path / "new" / "r", Path("link")):
+            with pytest.raises(WideError, match=r"another process works on .*new/r: wait for it"), held(name):
+                pass
+        with held(Path("new/other")):
+            pass
+    assert list(Path("new").iterdir()) == []
+    with held(Path("new/r")):
+        pass
+
+
+def test_a_lock_that_its_holder_took_away_at_the_same_moment_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    file, real = Path("lock"), fcntl.flock
+
+    def late(handle: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
+        file.unlink()
+        real(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    handle = try_lock(file)
+    assert handle is not None and os.path.samestat(os.fstat(handle), file.stat())
+    assert try_lock(file) is None
+    os.close(handle)
+
+
+def test_a_file_system_without_locks_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+    import fcntl
+
+    def missing(handle: int, how: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", missing)
+    with held(Path("r")), held(Path("r")):
+        pass

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from wide_kernels.checks import group_width, same_kind, same_size, shape_of, strided
+from wide_kernels.checks import group_width, is_bool, same_kind, same_size, shape_of, strided
 from wide_kernels.dispatch import Problem, choose, is_hopper
 from wide_kernels.errors import UnsupportedError
 from wide_kernels.gemm_k.configs import CHANNEL_STEP, FEW_ROWS, MANY_ROWS, TRANSPOSING_ROWS
@@ -49,7 +49,7 @@ def gemm_k(
     """
     if not isinstance(layout, PatternLayout):
         accumulate = partial_sums(h, accumulate, deterministic)
-    problem = gemm_k_problem(h, weight, layout, residual, accumulate, deterministic, mask=mask)
+    problem = gemm_k_problem(h, weight, layout, residual, accumulate, deterministic, mask=mask, early=early)
     chosen = choose(problem, backend)
     if isinstance(layout, PatternLayout):
         return gemm_k_patterns(h, weight, layout, residual, chosen)
@@ -79,6 +79,7 @@ def gemm_k_problem(
 ) -> Problem:
     """The facts that decide the backend of `gemm_k`; raises UnsupportedError for what no backend takes."""
     op = "gemm_k"
+    is_bool(op, deterministic=deterministic, early=early)
     same_kind(op, h, weight=weight, residual=residual)
     if accumulate not in ACCUMULATE:
         raise UnsupportedError(f"{op}: accumulate must be one of {', '.join(ACCUMULATE)}, got {accumulate!r}")

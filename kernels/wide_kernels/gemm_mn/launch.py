@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from wide_kernels.activations import check_activation
-from wide_kernels.checks import group_width, same_kind, same_size, shape_of, strided
+from wide_kernels.checks import group_width, is_bool, same_kind, same_size, shape_of, strided
 from wide_kernels.dispatch import Problem, choose
 from wide_kernels.gemm_mn.configs import FEW_ROWS, hopper_refusal
 from wide_kernels.gemm_mn.gradients import gated_mlp_up_gradients, gemm_mn_gradients
@@ -42,7 +42,7 @@ def gemm_mn(
     `early` vouches that the weight was complete before the launch that precedes this one: on a Hopper GPU one
     row's dense product then fetches its first weights while that launch still runs.
     """
-    problem = gemm_mn_problem(x, weight, layout, bias, activation, mask=mask, always=always)
+    problem = gemm_mn_problem(x, weight, layout, bias, activation, mask=mask, always=always, early=early)
     chosen = choose(problem, backend)
     if isinstance(layout, PatternLayout):
         return gemm_mn_patterns(x, weight, layout, bias, activation, chosen)
@@ -69,7 +69,7 @@ def gated_mlp_up(
     x [T, D], both weights [D', D] -> [T, D'], exact zeros in the groups that a token skips. `layout`, `mask`,
     `always`, `early` and `activation` as in `gemm_mn`. Differentiable in x and both weights. Raises UnsupportedError.
     """
-    problem = gated_mlp_up_problem(x, w_gate, w_up, layout, activation, mask=mask, always=always)
+    problem = gated_mlp_up_problem(x, w_gate, w_up, layout, activation, mask=mask, always=always, early=early)
     chosen = choose(problem, backend)
     if isinstance(layout, PatternLayout):
         return gated_mlp_up_patterns(x, w_gate, w_up, layout, activation, chosen)
@@ -91,7 +91,7 @@ def gemm_mn_problem(
     early: bool = False,
 ) -> Problem:
     """The facts that decide the backend of `gemm_mn`; raises UnsupportedError for what no backend takes."""
-    problem = _problem("gemm_mn", "N K", x, {"weight": weight}, layout, mask, always, activation)
+    problem = _problem("gemm_mn", "N K", x, {"weight": weight}, layout, mask, always, activation, early)
     same_kind("gemm_mn", x, bias=bias)
     if bias is not None:
         same_size("gemm_mn", "the size of bias", shape_of("gemm_mn", "bias", bias, "N")[0], weight.shape[0])
@@ -110,7 +110,9 @@ def gated_mlp_up_problem(
     early: bool = False,
 ) -> Problem:
     """The facts that decide the backend of `gated_mlp_up`; raises UnsupportedError for what no backend takes."""
-    return _problem("gated_mlp_up", "D' D", x, {"w_gate": w_gate, "w_up": w_up}, layout, mask, always, activation)
+    return _problem(
+        "gated_mlp_up", "D' D", x, {"w_gate": w_gate, "w_up": w_up}, layout, mask, always, activation, early
+    )
 
 
 def _problem(
@@ -122,9 +124,11 @@ def _problem(
     mask: Tensor | None,
     always: int,
     activation: str | None,
+    early: bool,
 ) -> Problem:
     """What both operators demand; `dims` names the sizes of a weight."""
     check_activation(op, activation)
+    is_bool(op, early=early)
     same_kind(op, x, **weights)
     output, inner = dims.split()
     rows, depth = shape_of(op, "x", x, f"T {inner}")

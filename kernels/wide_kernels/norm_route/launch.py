@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wide_kernels.checks import same_device, same_kind, same_size, shape_of
+from wide_kernels.checks import is_bool, same_device, same_kind, same_size, shape_of
 from wide_kernels.dispatch import Problem, choose
 from wide_kernels.errors import UnsupportedError
 from wide_kernels.norm_route.pieces import PIECES
@@ -39,7 +39,7 @@ def norm_route(
     `early` vouches that everything but x was complete before the launch that precedes this one: on a Hopper GPU a few
     rows' weights are then fetched while that launch still runs.
     """
-    chosen = choose(norm_route_problem(x, norm_weight, w1, b1, w2, b2, eps, tap=tap), backend)
+    chosen = choose(norm_route_problem(x, norm_weight, w1, b1, w2, b2, eps, tap=tap, early=early), backend)
     early = early and all(tensor.is_contiguous() for tensor in (norm_weight, w1, b1, w2, b2))  # else copied just now
     contiguous = [tensor.contiguous() for tensor in (x, norm_weight, w1, b1, w2, b2)]
     normalised, mask = torch.ops.wide_kernels.norm_route(*contiguous, eps, tap, early, chosen)
@@ -60,6 +60,7 @@ def norm_route_problem(
 ) -> Problem:
     """The facts that decide the backend of `norm_route`; raises UnsupportedError for what no backend takes."""
     op = "norm_route"
+    is_bool(op, early=early)
     rank = checked_bottleneck(op, x, norm_weight, w1, b1, tap, w2=w2, b2=b2)
     logits, w2_rank = shape_of(op, "w2", w2, "2N_G r")
     same_size(op, "r of w2", w2_rank, rank)

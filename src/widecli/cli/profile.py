@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from widecli.cli import options
-from widecli.cli.console import emit_json, note, stdout_for_document, warn
-from widecli.errors import Preempted, UsageError
+from widecli.cli.console import emit_json, note, stdout_for_document
 
 if TYPE_CHECKING:
     from widecli.profiling.request import Flags, Request
@@ -104,7 +99,9 @@ def profile(
     """
     offline = options.go_offline(offline)
     with stdout_for_document(json):
+        from widecli.cli.profile_run import recorded_at, run_profile, standing
         from widecli.profiling.request import Flags, read
+        from widecli.track.run import directory
 
         flags = Flags(
             checkpoint,
@@ -131,8 +128,12 @@ def profile(
         if checkpoint is None and shape is None and model is None:
             flags = _by_itself(flags)
         request = read(flags)
+        path = directory("profile", request.run_name, run_dir)
+        continues = resume and not overwrite  # of both the run says that they do not go together
+        if continues:
+            request = request.continuing(recorded_at(path))
         if dry_run:
-            document = describe(request)
+            document = describe(request, standing(path, request).kept if continues else frozenset())
         else:
             words = _text(text, data_root, offline) if request.settings.masks == "learned" else ""
             document = run_profile(request, words, wandb=wandb, run_dir=run_dir, resume=resume, overwrite=overwrite)
@@ -161,15 +162,19 @@ def _text(name: str, data_root: str | None, offline: bool) -> str:
     return perplexity_text(name, data_root, offline)[1]
 
 
-def describe(request: Request) -> dict[str, Any]:
-    """What would be measured: memory, bounds and time; allocates nothing."""
+def describe(request: Request, kept: frozenset[tuple[int, int]]) -> dict[str, Any]:
+    """What would be measured besides the cells that are kept: memory, bounds and time; allocates nothing."""
     from widecli.cli.cost_card import duration
     from widecli.profiling.grid import estimates, expected_seconds
 
     outline, settings = request.outline, request.settings
-    seconds = expected_seconds(outline, settings)
-    note(f"would measure {outline.name} ({request.where}), about {duration(seconds)} plus loading")
-    cells = estimates(outline, settings)
+    if kept:
+        whole = len(settings.batches) * len(settings.prompts)
+        note(f"{len(kept)} of {whole} cells (a batch and a prompt each) are measured already and kept")
+    seconds = expected_seconds(outline, settings, kept)
+    cells = estimates(outline, settings, kept)
+    plan = f"would measure {outline.name} ({request.where}), about {duration(seconds)} plus loading"
+    note(plan if cells else "nothing is left to measure")
     for cell in cells:
         size = cell["memory"]["total_bytes"] / 2**30
         note(
@@ -184,142 +189,6 @@ def describe(request: Request) -> dict[str, Any]:
         "settings": settings.as_dict(),
         "seconds": seconds,
         "cells": cells,
+        "kept": len(kept),
         "run": request.run_name,
     }
-
-
-def run_profile(
-    request: Request,
-    words: str,
-    *,
-    wandb: str | None = None,
-    run_dir: str | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-) -> dict[str, Any]:
-    """Measure into a run directory of its own, or what is missing in one; returns the summary."""
-    from widecli.cli.cost_card import duration
-    from widecli.profiling.cells import MeasuredCells
-    from widecli.profiling.grid import expected_seconds
-    from widecli.profiling.measurement import POINTS_SCHEMA, measure, saturation
-    from widecli.track.run import Run, directory
-    from widecli.track.wandb import start_wandb
-
-    if request.checkpoint and run_dir:
-        options.refuse_own_directory(run_dir, request.checkpoint)
-    identity = request.identity()
-    if resume and not overwrite:  # of both the run says that they do not go together
-        path = directory("profile", request.run_name, run_dir)
-        finished = _refuse_other_run(path, identity)
-        if finished is not None:
-            note(f"{path} is finished already")
-            _show(finished)
-            return finished
-    recipe = request.recipe(wandb)
-    remarks: list[str] = []
-
-    def remark(message: str) -> None:
-        note(message)
-        if message not in remarks:
-            remarks.append(message)
-
-    if request.outline.device.type == "cpu":
-        remark("no GPU: the operators compute everything and mask, so what is skipped here saves no time")
-    note(f"about {duration(expected_seconds(request.outline, request.settings))} on {request.where}, plus loading")
-    subject = request.load(words)
-    run = Run.create(
-        "profile", request.run_name, recipe_yaml=recipe.text, run_dir=run_dir, overwrite=overwrite, resume=resume
-    )
-    cells = MeasuredCells(run.path, identity)
-    remarks[:0] = [message for message in cells.notes if message not in remarks]
-    if not cells.points:
-        run.write_environment()
-    run.rewind_metrics(len(cells.points))
-    tracker = start_wandb(recipe.track, run, request.settings.as_dict(), warn=warn)
-    note(tracker.description)
-    exit_code = 1
-
-    def done(points: list[dict[str, Any]]) -> None:
-        first = len(cells.points)
-        for point in points:
-            point["run"] = str(run.path)
-        cells.add(points, remarks)  # before it is told: what is told twice W&B takes once
-        for logged, point in enumerate(points, first):
-            figures = _figures(point)
-            run.log(logged, **figures)
-            tracker.log(logged, figures)
-
-    try:
-        with _signals_end(run.path):
-            points = measure(subject, request.settings, note, remark, done, cells.of)
-        most = saturation(points) if request.settings.throughput else None
-        found = {"points_schema": POINTS_SCHEMA, "points": points, "throughput": most, "notes": remarks}
-        summary = run.write_summary({**request.facts(subject), "identity": identity, **found})
-        cells.finish()
-        tracker.summarise({"points": len(points)})
-        exit_code = 0
-    except KeyboardInterrupt:
-        note(f"{run.path} holds what was measured until now: --resume continues it")
-        raise
-    finally:
-        run.close()
-        tracker.finish(exit_code)
-    _show(summary)
-    note(f"run: {run.path}")
-    return summary
-
-
-def _refuse_other_run(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """The summary of the run at `path`, None if it did not come to its end.
-
-    Raises UsageError where something else was measured there or another command ran.
-    """
-    from widecli.profiling.cells import MeasuredCells, refuse_other
-    from widecli.track.run import Run
-
-    run = Run(path, "profile")
-    summary = run.summary()
-    if summary is not None and "identity" in summary:
-        refuse_other(path, summary["identity"], identity)
-        return summary
-    cells = MeasuredCells(path, identity)
-    if path.is_dir() and any(path.iterdir()) and not cells.points and not run.holds_nothing:
-        raise UsageError(
-            f"{path} holds nothing that wide profile could continue; name another directory with --run-dir, or replace "
-            "it with --overwrite if it is a profile's."
-        )
-    return None
-
-
-@contextlib.contextmanager
-def _signals_end(path: Path) -> Iterator[None]:
-    """Inside, SIGTERM and SIGUSR1 end the command as resumable: every cell that was measured is kept."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise Preempted(f"stopped by a signal; --resume continues {path}")
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _figures(point: dict[str, Any]) -> dict[str, Any]:
-    """What a metrics line says of a point."""
-    phase = point["phase"]
-    figures = {f"{phase} {key}": point[key] for key in ("batch", "prompt", "sparsity", "group_size", "patterns")}
-    figures |= {f"{phase} {side}": point[side]["p50_ms"] for side in ("dense", "routed")}
-    return figures | {f"{phase} speedup": point["speedup"]}
-
-
-def _show(summary: dict[str, Any]) -> None:
-    from widecli.cli.profile_tables import print_breakdown, print_points, print_saturation
-
-    points, settings = summary["points"], summary["settings"]
-    print_points(points, summary["model"], settings["masks"])
-    if settings["breakdown"]:
-        print_breakdown(points)
-    if summary["throughput"]:
-        print_saturation(summary["throughput"])

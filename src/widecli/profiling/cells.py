@@ -1,6 +1,7 @@
-"""What a run has measured so far, kept beside it until it is finished: a killed `wide profile` loses one cell at most.
+"""What a run has measured so far, kept beside it until nothing is missing: a kill loses one cell at most.
 
-Dense and routed of a cell took turns in one process, so cells are kept or measured anew as wholes.
+All sides of a cell took turns in one process, so cells are kept or measured anew as wholes. So is, by the run's next
+start, a cell for which there was no time to set up transformers; until then its other figures stand.
 """
 
 from __future__ import annotations
@@ -13,14 +14,20 @@ from typing import Any
 from widecli.errors import UsageError
 from widecli.storage import write_json
 
-SCHEMA = "wide.profile_cells/1"
+SCHEMA = "wide.profile_cells/2"
+"""1 had no `missing` and no `logged`."""
 _NAME = "cells.json"
 
 
-class MeasuredCells:
-    """The points of whole cells of a run, in the order in which they were measured, and what was remarked.
+Cell = tuple[int, int]
+"""Batch and prompt."""
 
-    `what` says what is measured, and on what: cells of anything else are not this run's.
+
+class MeasuredCells:
+    """The points of a run's cells, in the order in which they were measured, and what was remarked.
+
+    `missing` says in words what a cell still lacks; `logged` counts all points that there ever were, with those that
+    newer ones replaced. `what` says what is measured, and on what: cells of anything else are not this run's.
     """
 
     def __init__(self, path: Path, what: Mapping[str, Any]) -> None:
@@ -29,25 +36,45 @@ class MeasuredCells:
         self._what = dict(what)
         self.points: list[dict[str, Any]] = []
         self.notes: list[str] = []
+        self.missing: dict[Cell, list[str]] = {}
+        self.logged = 0
         stored = _read(path / _NAME)
         if stored is not None:
             refuse_other(path, stored["what"], self._what)
-            self.points, self.notes = stored["points"], stored["notes"]
+            self.points, self.notes, self.logged = stored["points"], stored["notes"], stored["logged"]
+            self.missing = {(cell["batch"], cell["prompt"]): cell["lacks"] for cell in stored["missing"]}
 
     def of(self, batch: int, prompt: int) -> list[dict[str, Any]]:
         """The points of a cell, none if it was not measured."""
         return [point for point in self.points if (point["batch"], point["prompt"]) == (batch, prompt)]
 
-    def add(self, points: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
-        """Keep a cell's points, and all remarks up to them."""
-        self.points += points
+    @property
+    def kept(self) -> frozenset[Cell]:
+        """The cells that need not be measured."""
+        return frozenset(map(_cell_of, self.points)) - self.missing.keys()
+
+    def add(self, points: Sequence[dict[str, Any]], notes: Sequence[str], lacks: Sequence[str] = ()) -> None:
+        """Keep a cell's points in place of older ones, what it still lacks, and all remarks up to them."""
+        cells = set(map(_cell_of, points))
+        self.points = [point for point in self.points if _cell_of(point) not in cells] + list(points)
         self.notes = list(notes)
-        document = {"schema": SCHEMA, "what": self._what, "points": self.points, "notes": self.notes}
-        write_json(self._path / _NAME, document)
+        self.logged += len(points)
+        self.missing = {cell: words for cell, words in self.missing.items() if cell not in cells}
+        self.missing |= {cell: list(lacks) for cell in cells if lacks}
+        missing = [{"batch": batch, "prompt": prompt, "lacks": w} for (batch, prompt), w in self.missing.items()]
+        stored = {"points": self.points, "notes": self.notes, "missing": missing, "logged": self.logged}
+        write_json(self._path / _NAME, {"schema": SCHEMA, "what": self._what, **stored})
 
     def finish(self) -> None:
-        """The run's summary holds everything now."""
-        (self._path / _NAME).unlink(missing_ok=True)
+        """The run's summary holds everything now; the cells stay where some of them lack something."""
+        if not self.missing:
+            (self._path / _NAME).unlink(missing_ok=True)
+
+
+def recorded(path: Path) -> dict[str, Any] | None:
+    """What the unfinished run at `path` measures; None when it has no cells yet."""
+    stored = _read(path / _NAME)
+    return None if stored is None else dict(stored["what"])
 
 
 def refuse_other(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -71,6 +98,15 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
         return None
-    points = stored.get("points")
-    sound = isinstance(points, list) and all(isinstance(p, dict) and {"batch", "prompt"} <= set(p) for p in points)
-    return stored if sound and isinstance(stored.get("what"), dict) else None
+    sound = _are_of_cells(stored.get("points"), set()) and _are_of_cells(stored.get("missing"), {"lacks"})
+    sound = sound and isinstance(stored.get("what"), dict) and isinstance(stored.get("logged"), int)
+    return stored if sound else None
+
+
+def _are_of_cells(found: object, keys: set[str]) -> bool:
+    keys = {"batch", "prompt"} | keys
+    return isinstance(found, list) and all(isinstance(each, dict) and keys <= set(each) for each in found)
+
+
+def _cell_of(point: Mapping[str, Any]) -> Cell:
+    return point["batch"], point["prompt"]

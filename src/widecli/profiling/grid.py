@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from widecli.engine.cache import cache_bytes, free_bytes
 from widecli.profiling.bound import Pass, Phase, bound, peaks_of
+from widecli.profiling.cells import Cell
 from widecli.profiling.memory import USABLE, Demand, activation_bytes, memory_model
 from widecli.profiling.subject import Outline, Settings
 
@@ -15,12 +17,17 @@ _RECORDED_PASSES = 4  # a session's plain passes around a recording: two to warm
 _COMPARING = {"cuda": 40.0, "cpu": 2.0}  # seconds a run: Hugging Face's model is compiled
 
 
-def check(outline: Outline, settings: Settings, *, loaded: bool) -> None:
+def cells(settings: Settings, kept: Collection[Cell] = ()) -> list[Cell]:
+    """The grid's cells in the order in which they are measured, without those that are kept."""
+    every = [(batch, prompt) for prompt in settings.prompts for batch in settings.batches]
+    return [cell for cell in every if cell not in kept]
+
+
+def check(outline: Outline, settings: Settings, *, loaded: bool, kept: Collection[Cell] = ()) -> None:
     """Refuse a grid that the model or the memory cannot hold, before anything large is allocated."""
     needed = demand(outline, settings, loaded=loaded)
-    for prompt in settings.prompts:
-        for batch in settings.batches:
-            needed.check(batch, prompt, capacity_of(settings, prompt), outline.device)
+    for batch, prompt in cells(settings, kept):
+        needed.check(batch, prompt, capacity_of(settings, prompt), outline.device)
 
 
 def fitting_batches(outline: Outline, settings: Settings, free: int | None, *, loaded: bool) -> tuple[int, ...]:
@@ -65,25 +72,25 @@ def fits_beside(outline: Outline, settings: Settings, batch: int, prompt: int) -
     return demand(outline, settings, loaded=True).needed(batch, prompt, capacity) + theirs <= free * USABLE
 
 
-def expected_seconds(outline: Outline, settings: Settings) -> float:
+def expected_seconds(outline: Outline, settings: Settings, kept: Collection[Cell] = ()) -> float:
     """About how long the measurement takes, from the bounds."""
+    left = cells(settings, kept)
     kind = outline.device.type
     peaks = peaks_of(outline.device, outline.dtype)
     sessions = 1 + len(outline.plans)
     sides = 1 + len(outline.plans) * max(1, len(settings.sparsities)) + settings.compare_hf
-    total = _COMPARING[kind] if settings.compare_hf else 0.0
-    for prompt in settings.prompts:
-        for batch in settings.batches:
-            for phase in settings.phases:
-                once = bound(pass_of(outline, settings, phase, batch, prompt), peaks).seconds / _REACH[kind]
-                turn = sides * once * (settings.gen - 1 if phase == "tpot" else 1)
-                # two turns warm up, and what a variant skipped is counted in another one
-                total += 3 * turn + max(settings.seconds, 3 * turn) + _RECORDED_PASSES * sessions * once
-            total += _SETTING_UP[kind]
+    total = _COMPARING[kind] if settings.compare_hf and left else 0.0
+    for batch, prompt in left:
+        for phase in settings.phases:
+            once = bound(pass_of(outline, settings, phase, batch, prompt), peaks).seconds / _REACH[kind]
+            turn = sides * once * (settings.gen - 1 if phase == "tpot" else 1)
+            # two turns warm up, and what a variant skipped is counted in another one
+            total += 3 * turn + max(settings.seconds, 3 * turn) + _RECORDED_PASSES * sessions * once
+        total += _SETTING_UP[kind]
     return total
 
 
-def estimates(outline: Outline, settings: Settings) -> list[dict[str, Any]]:
+def estimates(outline: Outline, settings: Settings, kept: Collection[Cell] = ()) -> list[dict[str, Any]]:
     """Every cell's dense bound and the memory of one model, from the sizes alone."""
     peaks = peaks_of(outline.device, outline.dtype)
     return [
@@ -103,8 +110,7 @@ def estimates(outline: Outline, settings: Settings) -> list[dict[str, Any]]:
                 prefills="ttft" in settings.phases,
             ).as_dict(),
         }
-        for prompt in settings.prompts
-        for batch in settings.batches
+        for batch, prompt in cells(settings, kept)
         for phase in settings.phases
     ]
 

@@ -19,8 +19,9 @@ from widecli.engine.session import Session, prefill_chunks
 from widecli.model.plan import RoutingPlan
 from widecli.model.trace import RoutingTrace
 from widecli.profiling.bound import Pass, Peaks, Phase, Skipped, bound, peaks_of
+from widecli.profiling.cells import MeasuredCells
 from widecli.profiling.energy import EnergyMeter
-from widecli.profiling.grid import capacity_of, fits_beside, pass_of
+from widecli.profiling.grid import capacity_of, cells, fits_beside, pass_of
 from widecli.profiling.hugging_face import HuggingFace
 from widecli.profiling.latency import Call, Times, first_token, further_tokens, interleaved
 from widecli.profiling.memory import memory_model
@@ -59,13 +60,13 @@ def measure(
     settings: Settings,
     note: Callable[[str], None],
     remark: Callable[[str], None],
-    done: Callable[[list[Point]], None],
-    known: Callable[[int, int], list[Point]],
+    done: Callable[[list[Point], list[str]], None],
+    known: MeasuredCells,
 ) -> list[Point]:
-    """All points, those of a cell handed to `done` as soon as they are there.
+    """All points, those of a cell handed to `done` as soon as they are there, with what there was no time for.
 
-    `known(batch, prompt)` gives those of a cell that need not be measured. `note` takes progress, `remark` what to
-    remember.
+    Of the `known` cells only those are measured again that lack something for which there is time now. `note` takes
+    progress, `remark` what to remember.
     """
     meter = None
     if settings.energy:
@@ -76,17 +77,21 @@ def measure(
         remark("peak memory is counted on a GPU alone; here only the memory model is given")
     theirs = HuggingFace(subject.hugging_face) if settings.compare_hf else None
     points: list[Point] = []
-    for prompt in settings.prompts:
-        for batch in settings.batches:
-            found = known(batch, prompt)
-            if found:
-                note(f"batch {batch}, prompt {prompt}: measured before")
-            else:
-                note(f"batch {batch}, prompt {prompt}: {len(subject.variants)} routed beside dense")
-                found = Cell(subject, settings, batch, prompt, meter, theirs, remark).measure()
-                done(found)
-                _release(subject.outline.device)
-            points += found
+    for batch, prompt in cells(settings):
+        found = known.of(batch, prompt)
+        has_time = theirs is not None and theirs.may_set_up
+        if found and ((batch, prompt) in known.kept or not has_time):
+            note(f"batch {batch}, prompt {prompt}: measured before")
+        else:
+            again = ", again for transformers" if found else ""
+            note(f"batch {batch}, prompt {prompt}: {len(subject.variants)} routed beside dense{again}")
+            cell = Cell(subject, settings, batch, prompt, meter, theirs, remark)
+            found = cell.measure()
+            for words in cell.lacks:
+                note(words)
+            done(found, cell.lacks)
+            _release(subject.outline.device)
+        points += found
     return points
 
 
@@ -117,6 +122,8 @@ class Cell:
         self._meter = meter
         self._theirs = theirs
         self._remark = remark
+        self.lacks: list[str] = []
+        """What there was no time for, in words."""
         self._outline = subject.outline
         self._capacity = capacity_of(settings, prompt)
         self._ids = subject.prompts(batch, prompt)
@@ -181,7 +188,7 @@ class Cell:
         where = f"{phase.upper()} at batch {self._batch}, prompt {self._prompt}"
         assert self._theirs is not None
         if not self._theirs.may_set_up:
-            self._remark(f"transformers, {where}: no time to compile it; measure fewer cells in one run")
+            self.lacks.append(f"transformers, {where}: no time to compile it; --resume measures this cell again")
             return None
         try:
             if phase == "ttft":

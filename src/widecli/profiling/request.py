@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -85,6 +85,7 @@ class Request:
     settings: Settings
     checkpoint: Path | None
     config: Any = None  # the Hugging Face config of a shape
+    by_memory: bool = False  # free memory chose the batches, not the command line
 
     @property
     def where(self) -> str:
@@ -95,9 +96,9 @@ class Request:
 
     @property
     def run_name(self) -> str:
-        """`<model or run>-<masks>-<hash8>`."""
+        """`<model or run>-<masks>-<hash8>`: of the command line alone, whatever memory is free."""
         what = [self.outline.name, str(self.checkpoint), _plain(self.outline.dtype), self.flags.text]
-        settings = self.settings.as_dict()
+        settings = self.settings.as_dict() | ({"batches": _THROUGHPUT_BATCHES} if self.by_memory else {})
         digest = hashlib.sha256(json.dumps([what, settings], sort_keys=True).encode()).hexdigest()[:8]
         stem = self.outline.name.rstrip("/").rsplit("/", 1)[-1].lower()
         if self.checkpoint is not None:
@@ -105,6 +106,16 @@ class Request:
             owner = path.parent.parent.name if path.parent.name == "checkpoints" else path.parent.name
             stem = f"{owner.removeprefix('calibrate-')}-{path.name}"
         return f"{stem}-{self.settings.masks}-{digest}"
+
+    def continuing(self, recorded: Mapping[str, Any] | None) -> Request:
+        """The request as a run that goes on understands it; `recorded` is that run's own `identity`.
+
+        Batches that free memory chose stay those that it chose when the run began.
+        """
+        batches = _batches_of(recorded)
+        if not self.by_memory or batches is None:
+            return self
+        return dataclasses.replace(self, settings=dataclasses.replace(self.settings, batches=batches))
 
     def recipe(self, wandb: str | None) -> RecordedRecipe:
         """The checkpoint's recipe; of a shape or a dense model, one that names it."""
@@ -201,11 +212,21 @@ def read(flags: Flags) -> Request:
         outline = Outline(name, shape, dtype, False, None, device, plans)
     settings = _settings(flags, masks, sizes, outline)
     _refuse_too_long(outline, settings)
-    if settings.throughput and flags.batch is None:
+    by_memory = settings.throughput and flags.batch is None
+    if by_memory:
         fits = grid.fitting_batches(outline, settings, free_bytes(device), loaded=False)
         settings = dataclasses.replace(settings, batches=fits or settings.batches[:1])
     grid.check(outline, settings, loaded=False)
-    return Request(flags, outline, settings, target, config)
+    return Request(flags, outline, settings, target, config, by_memory)
+
+
+def _batches_of(recorded: Mapping[str, Any] | None) -> tuple[int, ...] | None:
+    """Some of the usual batches, which a run recorded; None where it recorded anything else."""
+    settings = recorded.get("settings") if recorded is not None else None
+    batches = settings.get("batches") if isinstance(settings, Mapping) else None
+    if not isinstance(batches, list) or not batches or any(b not in _THROUGHPUT_BATCHES for b in batches):
+        return None
+    return tuple(batches)
 
 
 def _refuse_several(flags: Flags) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from widecli.errors import UsageError, WideError
 from widecli.recipe.load import ResolvedRecipe, dump
 from widecli.recipe.schema import Recipe
-from widecli.storage import plain, unwritable, write_json, write_text
+from widecli.storage import plain, try_lock, unwritable, write_json, write_text
 from widecli.sweep.jobs import Job, Plan
 from widecli.track.run import RUNS, run_name
 from widecli.track.summary import completed
@@ -104,23 +104,16 @@ def locked(folder: Path, note: Callable[[str], None], wait_s: float = _WAIT_FOR_
     Raises:
         WideError: another process runs this sweep.
     """
-    import fcntl
-
-    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + wait_s
+    said = False
+    while (handle := try_lock(folder / ".lock")) is None:
+        if time.monotonic() > deadline:
+            raise WideError(f"another process runs the sweep {folder}: wait for it, or stop it first")
+        if not said:
+            note(f"waiting for processes of an earlier start of {folder} to end")
+            said = True
+        time.sleep(0.2)
     try:
-        deadline = time.monotonic() + wait_s
-        said = False
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise WideError(f"another process runs the sweep {folder}: wait for it, or stop it first") from None
-                if not said:
-                    note(f"waiting for processes of an earlier start of {folder} to end")
-                    said = True
-                time.sleep(0.2)
         yield handle
     finally:
         os.close(handle)

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Protocol
 
 from widecli.errors import UsageError, WideError
+from widecli.signals import NOTICES, collected
 from widecli.sweep.jobs import Job, State
 from widecli.track.run import Run
 
@@ -81,16 +81,8 @@ class Stop:
     @contextmanager
     def listening(self) -> Iterator[Stop]:
         """Collect SIGINT, SIGTERM and SIGUSR1 inside the block instead of dying from them."""
-
-        def note(number: int, _: FrameType | None) -> None:
-            self.received.append(number)
-
-        before = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-        try:
+        with collected((signal.SIGINT, *NOTICES), self.received):
             yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def run_jobs(

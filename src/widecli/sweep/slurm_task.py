@@ -8,11 +8,11 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from widecli.signals import NOTICES, collected
 from widecli.storage import write_json
 from widecli.sweep.local import PROGRAM
 from widecli.sweep.logs import last_error, opened_log
@@ -52,7 +52,7 @@ def run(
     facts: dict[str, Any] = {"job": job_id(), "machine": os.uname().nodename, "started": time.time()}
     facts |= {"idle_stops": 0, "saved": None, **{key: before[key] for key in _CARRIED if key in before}}
     write_json(file, {**facts, "state": "running"})
-    with _stop_signals() as stop, opened_log(Path(log), arguments) as output:
+    with collected(NOTICES, []) as stop, opened_log(Path(log), arguments) as output:
         begins = output.tell()
         process = subprocess.Popen(
             [*program, *arguments],
@@ -130,19 +130,3 @@ def _wait(process: subprocess.Popen[bytes], stop: list[int]) -> int:
             if stop and not asked:
                 asked = True
                 process.send_signal(signal.SIGTERM)
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Collect SIGTERM (preemption, scancel) and SIGUSR1 (the time limit comes)."""
-    received: list[int] = []
-
-    def note(number: int, _: FrameType | None) -> None:
-        received.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -5,17 +5,19 @@ A run is finished when its summary is there: `write_summary` is the last thing t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from widecli.errors import UsageError
+from widecli.errors import UsageError, WideError
 from widecli.recipe.keys import leaves, value_at
 from widecli.recipe.load import ResolvedRecipe, load_text
 from widecli.recipe.schema import BudgetSection
-from widecli.storage import plain, unwritable, write_json, write_text
+from widecli.storage import plain, try_lock, unwritable, write_json, write_text
 from widecli.track.summary import completed
 
 RUNS = Path("runs")
@@ -238,6 +240,27 @@ class Run:
 def directory(command: str, name: str, run_dir: str | Path | None = None) -> Path:
     """Where a run of that command and name lies."""
     return Path(run_dir).expanduser() if run_dir is not None else RUNS / f"{command}-{name}"
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Keep other processes out of a run's directory inside the block, by a lock beside it that goes with the block.
+
+    Beside it: `--overwrite` puts another directory in its place. Raises WideError when another process holds it.
+    """
+    path = path.resolve()
+    lock = path.with_name(f".{path.name}.lock")
+    handle = try_lock(lock)
+    if handle is None:
+        raise WideError(
+            f"another process works on {path}: wait for it or stop it, or name another directory with --run-dir."
+        )
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            lock.unlink()  # while it is held: who locks it after that sees that it is gone
+        os.close(handle)
 
 
 def _refuse_other_recipe(path: Path, recipe_yaml: str) -> None:

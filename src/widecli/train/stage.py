@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from statistics import median
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +13,7 @@ import torch
 from widecli.errors import Preempted
 from widecli.model import checkpoint
 from widecli.ranks import current
+from widecli.signals import NOTICES, collected
 from widecli.train.job import Job
 from widecli.train.loop import StepRecord, Trainer
 from widecli.train.validation import Validation
@@ -88,7 +86,7 @@ def _train(job: Job, trainer: Trainer, first: int, reporter: Reporter) -> list[f
     train = job.recipe.train
     speeds: list[float] = []
     reporter.started(train.steps, first)
-    with _stop_signals() as received:
+    with collected(NOTICES, []) as received:
 
         def stop() -> bool:
             return trainer.ranks.any(bool(received))  # all ranks agree, or some would go on alone
@@ -108,23 +106,3 @@ def _train(job: Job, trainer: Trainer, first: int, reporter: Reporter) -> list[f
 
 def _metrics(record: StepRecord) -> dict[str, Any]:
     return {key: value for key, value in asdict(record).items() if value is not None}
-
-
-@contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Collect SIGTERM and SIGUSR1 instead of dying from them: a scheduler's notice that the machine is wanted back."""
-    received: list[int] = []
-
-    def note(number: int, _: FrameType | None) -> None:
-        received.append(number)
-
-    numbers = (signal.SIGTERM, signal.SIGUSR1)
-    try:
-        before = [(number, signal.signal(number, note)) for number in numbers]
-    except ValueError:  # not the main thread: whoever runs us there handles signals
-        before = []
-    try:
-        yield received
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
