@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wide_kernels.checks import same_device, same_size, shape_of
+from wide_kernels.checks import is_bool, same_device, same_size, shape_of
 from wide_kernels.dispatch import Problem, choose
 from wide_kernels.errors import UnsupportedError
 from wide_kernels.norm_route.launch import checked_bottleneck
@@ -37,7 +37,9 @@ def norm_route_patterns(
     Choices are those of fp32 arithmetic: backends may differ where two scores do so by less than 1e-5 of the largest.
     For inference: no gradients. Raises UnsupportedError.
     """
-    problem = norm_route_patterns_problem(x, norm_weight, w1, b1, w2, b2, numbers, eps, patterns=patterns, tap=tap)
+    problem = norm_route_patterns_problem(
+        x, norm_weight, w1, b1, w2, b2, numbers, eps, patterns=patterns, tap=tap, early=early
+    )
     chosen = choose(problem, backend)
     early = early and all(tensor.is_contiguous() for tensor in (norm_weight, w1, b1, w2, b2))  # else copied just now
     contiguous = [tensor.contiguous() for tensor in (x, norm_weight, w1, b1, w2, b2, numbers)]
@@ -62,6 +64,7 @@ def norm_route_patterns_problem(
 ) -> Problem:
     """The facts that decide the backend; raises UnsupportedError for what no backend takes."""
     op = "norm_route_patterns"
+    is_bool(op, early=early)
     rank = checked_bottleneck(op, x, norm_weight, w1, b1, tap, w2=w2, b2=b2)
     segments, count, w2_rank = shape_of(op, "w2", w2, "S C r")
     same_size(op, "r of w2", w2_rank, rank)
