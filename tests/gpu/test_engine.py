@@ -48,6 +48,17 @@ def engine(request: pytest.FixtureRequest) -> InferenceModel:
     return routed_model(torch.bfloat16, plan=PLANS[request.param])[1]
 
 
+def test_dense_rows_of_the_library_say_the_same() -> None:
+    model = big_enough(torch.float32)
+    ids = random_ids(1, 30).cuda()
+    found = []
+    for library in (False, True):
+        session = InferenceModel.from_dense(model, library=library).session(1, 64)
+        found.append([session.prefill(ids).clone(), *(session.decode().clone() for _ in range(5))])
+    for own, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_replayed_graphs_give_what_plain_calls_give(engine: InferenceModel) -> None:
     ids, following = random_ids(3, 40).cuda(), random_ids(3, 12, seed=5).cuda()
     found: list[list[Tensor]] = []

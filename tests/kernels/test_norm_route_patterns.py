@@ -121,6 +121,11 @@ def test_of_equal_scores_the_first_is_taken(count: int, backend: str, device: st
         assert torch.equal(ids, expected[:, None].expand_as(ids))
 
 
+def test_early_is_yes_or_no() -> None:
+    with pytest.raises(wk.UnsupportedError, match="norm_route_patterns: early must be True or False, got 'no'"):
+        wk.norm_route_patterns(**example(count=5), eps=1e-5, early="no")  # type: ignore[arg-type]
+
+
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # NumPy's, from the interpreter
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_scores_that_are_no_numbers_still_pick_a_pattern(backend: str, device: str) -> None:

@@ -78,7 +78,7 @@ def test_a_shape_over_a_grid(wide: Wide, workplace: Path) -> None:
     for point in points:
         check_point(point)
         assert point["masks"] == "random" and point["gen"] == 4
-        assert point["skip_rate"]["mean"] == pytest.approx(point["sparsity"], abs=0.25)
+        assert point["skip_rate"]["mean"] == pytest.approx(point["sparsity"], abs=0.25)  # two layers of few groups
     for nothing, half in zip(points[::2], points[1::2], strict=True):
         assert nothing["skip_rate"]["mean"] == 0 and nothing["dense"] == half["dense"]
         assert nothing["routed"]["bound_ms"] > nothing["dense"]["bound_ms"]  # routers still run
@@ -94,6 +94,15 @@ def test_a_shape_over_a_grid(wide: Wide, workplace: Path) -> None:
     assert report.code == 0, report.err
     tables = "".join(path.read_text() for path in (workplace / "out").rglob("*.csv"))
     assert tables.count("TTFT") == tables.count("TPOT") == 8
+
+
+def test_the_baseline_may_be_the_librarys(wide: Wide) -> None:
+    done = wide("profile", *SHAPE, "--tpot", "--prompt", 8, "--dense", "library", "--json")
+    assert done.code == 0, done.err
+    assert done.document["settings"]["dense"] == "library"
+    assert any("the library's" in note for note in done.document["notes"])
+    refused = wide("profile", *SHAPE, "--dense", "theirs")
+    assert refused.code == 2 and "--dense must be one of own, library, got 'theirs'" in refused.err
 
 
 @pytest.mark.parametrize("fits", [True, False], ids=["in turn", "alone"])

@@ -39,6 +39,14 @@ CompareHf = Annotated[
     bool,
     typer.Option("--compare-hf", help="Beside the same dense model in transformers.", rich_help_panel=_GRID),
 ]
+Dense = Annotated[
+    str,
+    typer.Option(
+        "--dense",
+        help="Dense products of one row: own (the routed kernels, faster) or library (cuBLAS).",
+        rich_help_panel=_GRID,
+    ),
+]
 Batch = Annotated[str | None, typer.Option("--batch", help="Batch sizes: 1,8,32.", rich_help_panel=_GRID)]
 Prompt = Annotated[str | None, typer.Option("--prompt", help="Prompt tokens: 1024,16384.", rich_help_panel=_GRID)]
 Gen = Annotated[int | None, typer.Option("--gen", help="Tokens generated.", rich_help_panel=_GRID)]
@@ -74,6 +82,7 @@ def profile(
     breakdown: Breakdown = False,
     throughput: Throughput = False,
     compare_hf: CompareHf = False,
+    dense: Dense = "own",
     batch: Batch = None,
     prompt: Prompt = None,
     gen: Gen = None,
@@ -123,6 +132,7 @@ def profile(
             breakdown=breakdown,
             throughput=throughput,
             compare_hf=compare_hf,
+            dense=dense,
             seconds=seconds,
         )
         if checkpoint is None and shape is None and model is None:

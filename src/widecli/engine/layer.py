@@ -56,6 +56,7 @@ class Layer:
         ffn: Decision | None = None,
         shared: bool = False,
         segments: int = 1,
+        library: bool = False,
     ) -> None:
         self.index = index
         self.weights: LayerWeights = model.layers[index]
@@ -64,6 +65,7 @@ class Layer:
         self.attention = attention
         self.ffn = ffn
         self.shared = shared
+        self._library = library
         shape = model.shape
         self._heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
         width = shape.num_attention_heads * shape.head_dim
@@ -166,7 +168,7 @@ class Layer:
 
     def _by_our_own(self, x: Tensor) -> bool:
         """Whether dense products are made by the routed ones' kernels with nothing skipped, see `dense_rows`."""
-        return one_row(x) and self._taken
+        return one_row(x) and not self._library and self._taken
 
     @cached_property
     def _taken(self) -> bool:

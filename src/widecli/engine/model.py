@@ -26,7 +26,8 @@ from widecli.model.router import Router
 class InferenceModel:
     """Weights and decisions; `session` opens a batch on it, `engine.generate.generate` runs prompts.
 
-    `backbone` carries tokenizer and identity where the model came from `from_checkpoint` or a `Backbone`.
+    `backbone` carries tokenizer and identity where the model came from `from_checkpoint` or a `Backbone`. With
+    `library` dense products of one row are the library's (cuBLAS), not the faster ones of `dense_rows`.
     """
 
     weights: ModelWeights
@@ -34,6 +35,7 @@ class InferenceModel:
     plan: RoutingPlan | None
     counter: SkipCounter | None
     backbone: Backbone | None = None
+    library: bool = False
 
     @classmethod
     def from_checkpoint(
@@ -65,14 +67,14 @@ class InferenceModel:
         return cls.from_routed(backbone, config.plan, routed.routers, codebooks=routed.codebooks)
 
     @classmethod
-    def from_dense(cls, model: Backbone | nn.Module | ModelWeights) -> InferenceModel:
+    def from_dense(cls, model: Backbone | nn.Module | ModelWeights, *, library: bool = False) -> InferenceModel:
         """A dense model: a loaded `Backbone` or a Hugging Face causal LM, which shares its weights with the result.
 
-        Weights already taken serve several models at once, dense and routed.
+        Weights already taken serve several models at once, dense and routed. `library` as in the class.
         """
         weights = _weights_of(model)
-        layers = tuple(Layer(i, weights) for i in range(weights.shape.num_hidden_layers))
-        return cls(weights, layers, None, None, model if isinstance(model, Backbone) else None)
+        layers = tuple(Layer(i, weights, library=library) for i in range(weights.shape.num_hidden_layers))
+        return cls(weights, layers, None, None, model if isinstance(model, Backbone) else None, library)
 
     @classmethod
     def from_routed(
@@ -128,7 +130,8 @@ class InferenceModel:
         on_gpu = device.type == "cuda"
         if graphs and not on_gpu:
             raise UsageError(f"CUDA graphs need a GPU, the model is on {device}")
-        return Session(self.weights, self.layers, self.counter, cache, on_gpu if graphs is None else graphs)
+        graphs = on_gpu if graphs is None else graphs
+        return Session(self.weights, self.layers, self.counter, cache, graphs, self.library)
 
     def check_length(self, tokens: int) -> None:
         """Raise UsageError when the model cannot hold a sequence of so many tokens, naming what it can."""

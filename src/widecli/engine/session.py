@@ -55,12 +55,14 @@ class Session:
         counter: SkipCounter | None,
         cache: KVCache,
         graphs: bool,
+        library: bool,
     ) -> None:
         device, shape = weights.device, weights.shape
         self._weights = weights
         self._layers = layers
         self._counter = counter
         self._graphs = graphs
+        self._library = library
         self.cache = cache
         batch = cache.batch
         self._tables = rotary_tables(weights.rotary, cache.capacity, shape.head_dim, weights.dtype, device)
@@ -266,4 +268,4 @@ class Session:
 
     @cached_property
     def _own_head(self) -> bool:
-        return takes_one_row(self._weights.lm_head.weight)
+        return not self._library and takes_one_row(self._weights.lm_head.weight)

@@ -75,6 +75,8 @@ def measure(
             remark(why_not)
     if settings.memory and subject.outline.device.type != "cuda":
         remark("peak memory is counted on a GPU alone; here only the memory model is given")
+    if settings.dense == "library":
+        remark("dense products of one row are the library's, not the kernels' that read them faster (--dense own)")
     theirs = HuggingFace(subject.hugging_face) if settings.compare_hf else None
     points: list[Point] = []
     for batch, prompt in cells(settings):

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 
@@ -20,6 +20,7 @@ from widecli.profiling import grid
 from widecli.profiling.bound import Phase, peaks_of
 from widecli.profiling.environment import git_revision, gpus, package_version
 from widecli.profiling.subject import (
+    Dense,
     Masks,
     Outline,
     Settings,
@@ -65,6 +66,7 @@ class Flags:
     breakdown: bool = False
     throughput: bool = False
     compare_hf: bool = False
+    dense: str = "own"
     seconds: float = 5.0
 
 
@@ -275,9 +277,17 @@ def _settings(flags: Flags, masks: Masks, sizes: tuple[int, ...], outline: Outli
         breakdown=flags.breakdown,
         throughput=flags.throughput,
         compare_hf=flags.compare_hf,
+        dense=_dense(flags.dense),
         patterns=flags.patterns,
         seconds=flags.seconds,
     )
+
+
+def _dense(name: str) -> Dense:
+    for known in get_args(Dense):
+        if name == known:
+            return cast(Dense, known)
+    raise UsageError(f"--dense must be one of {', '.join(get_args(Dense))}, got {name!r}")
 
 
 def _refuse_too_long(outline: Outline, settings: Settings) -> None:

@@ -24,6 +24,7 @@ from widecli.profiling.shapes import config_of_shape, random_model
 from widecli.recipe.schema import ModelSection
 
 Masks = Literal["learned", "random"]
+Dense = Literal["own", "library"]  # by whom a dense model multiplies one row
 _RANK = 32
 _CHARACTERS_A_TOKEN = 20  # a token is rarely longer
 
@@ -44,6 +45,7 @@ class Settings:
     breakdown: bool = False
     throughput: bool = False
     compare_hf: bool = False
+    dense: Dense = "own"
     patterns: int | None = None  # that a random row picks from, None = groups skip one by one
     seconds: float = 5.0
 
@@ -180,7 +182,7 @@ def subject_of_checkpoint(outline: Outline, model: InferenceModel, settings: Set
         raise UsageError("the text has no tokens: name a longer one with --text")
     text = torch.tensor(encoded, dtype=torch.int64)
     variant = Variant(None, model.plan, model)
-    dense = InferenceModel.from_dense(model.weights)
+    dense = InferenceModel.from_dense(model.weights, library=settings.dense == "library")
     return Subject(outline, dense, (variant,), text, model.backbone.model)
 
 
@@ -193,7 +195,8 @@ def with_random_masks(outline: Outline, weights: ModelWeights, settings: Setting
         codebooks = build_codebooks(plan.layers(outline.shape))
         model = InferenceModel.from_routed(weights, plan, routers, masks, codebooks)
         variants += [Variant(sparsity, plan, model, masks) for sparsity in settings.sparsities]
-    return Subject(outline, InferenceModel.from_dense(weights), tuple(variants), None, hugging_face)
+    dense = InferenceModel.from_dense(weights, library=settings.dense == "library")
+    return Subject(outline, dense, tuple(variants), None, hugging_face)
 
 
 def _outline_of(name: str, model: InferenceModel, plans: tuple[RoutingPlan, ...]) -> Outline:
