@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import wide_kernels as wk
 from wide_kernels.benchmarks.cases import TimedCase
+from wide_kernels.benchmarks.masks import random_masks
 from wide_kernels.benchmarks.shapes import ModelShape
 from wide_kernels.benchmarks.timing import Call
 
@@ -92,7 +93,7 @@ def attention_case(sizes: AttentionSizes) -> TimedCase:
     groups = model.num_key_value_heads
     q = sizes.normal(sizes.tokens, model.num_attention_heads)
     k, v = (sizes.normal(sizes.keys, groups) for _ in range(2))
-    mask = torch.rand(rows, groups, device=sizes.device) < sizes.density
+    mask = random_masks((rows, groups), 1 - sizes.density, 0, None, torch.device(sizes.device))
     # Multiply-adds of the executed heads over the keys that they see, twice: scores and values.
     heads = model.num_attention_heads // groups
     if sizes.tokens == 1:

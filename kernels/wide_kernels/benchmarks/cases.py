@@ -12,6 +12,7 @@ from torch import Tensor
 
 import wide_kernels as wk
 from wide_kernels.benchmarks import dense
+from wide_kernels.benchmarks.masks import random_masks
 from wide_kernels.benchmarks.shapes import ModelShape
 from wide_kernels.benchmarks.timing import Call
 from wide_kernels.dispatch import OPERATORS, Explanation
@@ -76,7 +77,7 @@ class Sizes:
         if self.recorded is not None:
             return self.recorded.to(self.device)
         torch.manual_seed(0)
-        return torch.rand(self.rows, self.groups, device=self.device) < self.density
+        return random_masks((self.rows, self.groups), 1 - self.density, 0, None, torch.device(self.device))
 
     def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
         """Random operands: zeros would let the GPU run faster than it does on data."""

@@ -46,8 +46,11 @@ def vector_kernel(
 
     The mask has GROUPS groups, ALWAYS more follow that run whatever it says. EARLY needs GROUPS = 0: a dense product.
     """
-    columns = tl.program_id(0) * BN + tl.arange(0, BN)
-    group = tl.program_id(0) * BN // G
+    block = tl.program_id(0)
+    if GROUPS > 0 and ALWAYS == 0:  # each after one of another group: skipped ones do not come all in a row
+        block = block % GROUPS * (G // BN) + block // GROUPS
+    columns = block * BN + tl.arange(0, BN)
+    group = block * BN // G
     chunk = tl.arange(0, BC) * 8
     MASKED: tl.constexpr = K % (BC * 8) != 0
     if EARLY:
@@ -86,11 +89,13 @@ def vector_kernel(
     tl.store(out + columns, y.to(out.dtype.element_ty))
 
 
-def vector_config(depth: int, width: int, gated: bool, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+def vector_config(
+    depth: int, width: int, gated: bool, dtype: torch.dtype, device: torch.device, early: bool = False
+) -> dict[str, int]:
     """Steps of 16 KB a weight straight to registers; so many programs are resident that nothing need be ahead."""
     config = {"BN": 4, "BC": 256, "num_warps": 4, "PDL": int(is_hopper(device))}
-    if gated:  # longer steps, for what a dense product fetches early
-        config |= {"BN": 2, "BC": 512, "num_warps": 8}
+    if gated:
+        config |= {"BN": 2} | ({"BC": 512, "num_warps": 8} if early else {})  # what comes early should be much
     config |= tuned("vector_gated" if gated else "vector_mn", 1, width, dtype)
     config["BN"] = largest_power(width, config["BN"])
     config["BC"] = min(config["BC"], padded_rows(-(-depth // 8)))
@@ -114,10 +119,11 @@ def project(
     gated = weight_up is not None
     out = torch.empty(1, columns, dtype=x.dtype, device=x.device)
     with on_device_of(x):
-        config = vector_config(depth, width, gated, x.dtype, x.device)
+        early = early and groups == 0
+        config = vector_config(depth, width, gated, x.dtype, x.device, early)
         vector_kernel[(columns // config["BN"],)](
             x, weight, weight if weight_up is None else weight_up, weight if bias is None else bias, out,
-            mask.contiguous().view(torch.uint8), depth, width, groups, always, early and groups == 0, gated,
+            mask.contiguous().view(torch.uint8), depth, width, groups, always, early, gated,
             bias is not None, activation or "none", **config,
         )  # fmt: skip
     return out

@@ -129,14 +129,18 @@ def project_kernel(
     """One row times BN columns of one head, as in `gemm_mn`: half of them from each half of the head, the partners of
     a rotation. Queries and keys are rotated as they are stored, keys and values into the cache.
 
-    Values and keys, which no mask skips, come first: their programs are there while the launch before this one still
+    Keys and values, which no mask skips, come first: their programs are there while the launch before this one still
     runs, and fetch their first weights meanwhile.
     """
     PAIRS: tl.constexpr = BN // 2
     HALF: tl.constexpr = SIZE // 2
-    pair = (tl.num_programs(0) - 1 - tl.program_id(0)) * PAIRS
-    head = pair // HALF
-    begin = pair % HALF
+    KV_BLOCKS: tl.constexpr = 2 * KV_HEADS * SIZE // BN
+    block = tl.program_id(0) - KV_BLOCKS
+    if GROUPS > 0:  # each after one of another group
+        block = tl.where(block < 0, block, block % GROUPS * (G // BN) + block // GROUPS)
+    block = tl.where(block < 0, tl.num_programs(0) + block, block)
+    head = block * PAIRS // HALF
+    begin = block * PAIRS % HALF
     column = tl.arange(0, BN)
     columns = head * SIZE + begin + column % PAIRS + column // PAIRS * HALF
     chunk = tl.arange(0, BC) * 8

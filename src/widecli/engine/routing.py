@@ -10,13 +10,11 @@ from torch import Tensor
 
 import wide_kernels as wk
 from wide_kernels import PatternLayout, RouteLayout
+from wide_kernels.benchmarks.masks import random_masks
 from widecli.engine.patterns import Choice, PatternRouter, first_weight, numbered
 from widecli.engine.weights import Norm
 from widecli.model.patterns import Codebook
 from widecli.model.router import Router
-
-GOLDEN = (5**0.5 - 1) / 2
-SQRT_2 = 2**0.5
 
 
 @dataclass(frozen=True)
@@ -49,22 +47,6 @@ class Masks(Protocol):
 
     def choose(self, index: int, learned: Choice) -> Choice:
         """The same for rows that pick patterns."""
-
-
-def random_masks(
-    shape: tuple[int, ...], sparsity: float, number: int, generator: torch.Generator, device: torch.device
-) -> Tensor:
-    """Masks bool [..., rows, N], each of which skips that share of its groups; which ones, chance decides.
-
-    Chance does not decide how many: a share of one row's few groups would miss the one asked for by several percent.
-    Where it is no whole number of groups rows differ by one, so that the mean over rows, and over the masks of several
-    `number`s, comes out right (multiples of irrational numbers are spread evenly between 0 and 1).
-    """
-    *_, rows, groups = shape
-    row = torch.arange(rows, dtype=torch.float64, device=device)
-    skipped = (sparsity * groups + (number * GOLDEN + row * SQRT_2) % 1).floor()
-    rank = torch.rand(shape, generator=generator, device=device).argsort(-1).argsort(-1)
-    return rank >= skipped[:, None]
 
 
 class RandomMasks:
