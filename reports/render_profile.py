@@ -78,6 +78,12 @@ def groups_of(point: Point) -> str:
     return f"{point['masks']}, G={point['group_size']}{patterns}"
 
 
+def described(record: Record, point: Point) -> str:
+    """The same, and whose the dense products are where they are not our own."""
+    library = record.summary["settings"].get("dense") == "library"
+    return f"{groups_of(point)}, dense by the library" if library else groups_of(point)
+
+
 def percent(value: float | None) -> str:
     """A fraction as percent."""
     return "" if value is None else f"{100 * value:.1f}"
@@ -100,7 +106,13 @@ def _by_date(records: list[Record]) -> Iterator[tuple[Record, Point]]:
 
 def _order(record: Record, point: Point) -> tuple[Any, ...]:
     keys = ("batch", "prompt", "group_size")
-    return (record.summary["model"], point["phase"], *(point[key] for key in keys), groups_of(point), point["sparsity"])
+    return (
+        record.summary["model"],
+        point["phase"],
+        *(point[key] for key in keys),
+        described(record, point),
+        point["sparsity"],
+    )
 
 
 def times(records: list[Record]) -> str:
@@ -114,7 +126,7 @@ def times(records: list[Record]) -> str:
                 point["phase"].upper(),
                 str(point["batch"]),
                 f"{point['prompt']:,}",
-                groups_of(point),
+                described(record, point),
                 percent(point["sparsity"]),
                 milliseconds(dense["p50_ms"]),
                 percent(dense["bound_reached"]),
@@ -138,7 +150,7 @@ def nothing_skipped(records: list[Record]) -> str:
             point["phase"].upper(),
             str(point["batch"]),
             f"{point['prompt']:,}",
-            groups_of(point),
+            described(record, point),
             f"{100 * point['speedup']:.1f}",
             f"`{record.name}`",
         ]
@@ -152,7 +164,7 @@ def end_to_end(records: list[Record]) -> str:
     """First token and further ones together, from points of both phases; of points measured again the latest."""
     found: dict[tuple[Any, ...], dict[str, Point]] = defaultdict(dict)
     for record, point in _by_date(records):
-        key = (record.summary["model"], point["batch"], point["prompt"], groups_of(point), point["sparsity"])
+        key = (record.summary["model"], point["batch"], point["prompt"], described(record, point), point["sparsity"])
         if point["masks"] == "random":  # a learned share differs from phase to phase
             found[key][point["phase"]] = point
     rows = []
@@ -281,7 +293,7 @@ def short(records: list[Record]) -> str:
                 continue
         elif record.summary["model"] in among_several and point["group_size"] != _README_GROUP_SIZE:
             continue
-        key = (record.summary["model"], point["phase"], point["batch"], point["prompt"], groups_of(point))
+        key = (record.summary["model"], point["phase"], point["batch"], point["prompt"], described(record, point))
         if point["sparsity"] == 0:
             found[key]["nothing"] = f"{100 * point['speedup']:.1f}"
         elif point["masks"] == "learned" or point["sparsity"] == 0.5:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 from pathlib import Path
 
@@ -114,3 +115,6 @@ def test_throughput_says_both_times_and_its_run() -> None:
     point = ThroughputPoint("m", "profile-x", "ttft", 1, 1024, 128, 0.5, 64, "learned", 30.0, 20.0, 1.5)
     text = markdown(throughput_table("m", [point]))
     assert "| TTFT | 1 | 1024 | 128 | 50.0 | 64 | learned | 30.00 | 20.00 | 1.50x | profile-x |" in text
+    theirs = dataclasses.replace(point, library=True)
+    assert "| learned | library | 30.00 | 20.00 | 1.50x |" in markdown(throughput_table("m", [point, theirs]))
+    assert theirs.label == f"{point.label}, dense by the library"

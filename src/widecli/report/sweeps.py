@@ -76,7 +76,8 @@ def _line_name(point: Point, axis: Axis) -> str:
 class ThroughputPoint:
     """One setting that a profile run measured; times in milliseconds (medians), `speedup` = dense / routed.
 
-    `transformers_ms`: the same dense model through Hugging Face, where it was compared.
+    `transformers_ms`: the same dense model through Hugging Face, where it was compared. `library`: the dense model's
+    products of one row were the library's, not the own kernels'.
     """
 
     model: str
@@ -94,6 +95,7 @@ class ThroughputPoint:
     transformers_ms: float | None = None
     mode: str | None = None
     patterns: float | None = None
+    library: bool = False
 
     @property
     def label(self) -> str:
@@ -101,7 +103,8 @@ class ThroughputPoint:
         sparsity = "" if self.sparsity is None else f", S {100 * self.sparsity:.4g} %"
         setting = f"batch {self.shown('batch')}, prompt {self.shown('prompt')}{sparsity}"
         patterns = "" if self.patterns is None else f", {self.patterns:g} patterns"
-        return f"{self.phase.upper()}, {setting}{patterns}, {self.masks} masks"
+        baseline = ", dense by the library" if self.library else ""
+        return f"{self.phase.upper()}, {setting}{patterns}, {self.masks} masks{baseline}"
 
     @property
     def times(self) -> str:
@@ -140,10 +143,12 @@ def throughput(runs: Iterable[StoredRun], models: Mapping[str, str]) -> list[Thr
     for run in runs:
         if run.command != "profile":
             continue
+        settings = run.summary.get("settings")
+        library = isinstance(settings, dict) and settings.get("dense") == "library"
         for point in run.summary.get("points") or []:
             speedup = number(point.get("speedup"))
             if speedup is not None:
-                found.append(_throughput_point(point, run.label, models[run.label], speedup))
+                found.append(_throughput_point(point, run.label, models[run.label], speedup, library))
     return sorted(found, key=_order)
 
 
@@ -152,7 +157,7 @@ def _order(point: ThroughputPoint) -> tuple[str | float, ...]:
     return (point.model, point.phase, *(size or 0.0 for size in sizes))
 
 
-def _throughput_point(point: Mapping[str, Any], run: str, model: str, speedup: float) -> ThroughputPoint:
+def _throughput_point(point: Mapping[str, Any], run: str, model: str, speedup: float, library: bool) -> ThroughputPoint:
     def median(side: str) -> float | None:
         times = point.get(side)
         return number(times.get("p50_ms")) if isinstance(times, dict) else None
@@ -173,4 +178,5 @@ def _throughput_point(point: Mapping[str, Any], run: str, model: str, speedup: f
         transformers_ms=median("hugging_face"),
         mode=point.get("mode"),
         patterns=number(point.get("patterns")),
+        library=library,
     )
