@@ -36,9 +36,10 @@ Written by `reports/render.py` from the records in this folder; no figure is typ
 versions, device), the calibration also `metrics.jsonl`. `page/` is the page, and some of the plots, that `wide report
 reports/smollm2-h200-sweep reports/smollm2-h200-patterns reports/profile reports/kernels reports/scaling` makes of them.
 
-A record made on a checkout with changes on top names the revision below them and `dirty`. The sweep, `scaling` and the
-profiles `hf`, `tpot`, `sweep-ttft` and `smollm2` ran the code of 8ca0ab6; `kernels/h200_patterns`, the profile
-`patterns` and the `late` runs at S = 50 % that of 4d7c123; the profiles `ttft` and `sweep-tpot` that of c1b18c1.
+A record made on a checkout with changes on top names the revision below them and `dirty`. The sweep and `scaling` ran
+the code of 8ca0ab6; `kernels/h200_patterns` and the `late` runs at S = 50 % that of 4d7c123; the profile `ttft` that of
+c1b18c1; `hf`, `patterns` and `smollm2` that of 6e40197; `tpot`, `tpot-library`, both sweeps of profiles and
+`kernels/h200` that of 1ef91ae.
 
 [`smollm2-h200-sweep`](smollm2-h200-sweep/README.md): sparsity 0.1 to 0.7 for groups and for whole parts, G from 16 to
 512, and what LoRA adds to groups: `wide sweep smollm2_sparsity`, `smollm2_groups` and `smollm2_lora --modes wide`, as

@@ -80,7 +80,7 @@ def groups_of(point: Point) -> str:
 
 def described(record: Record, point: Point) -> str:
     """The same, and whose the dense products are where they are not our own."""
-    library = record.summary["settings"].get("dense") == "library"
+    library = record.summary.get("settings", {}).get("dense") == "library"
     return f"{groups_of(point)}, dense by the library" if library else groups_of(point)
 
 
