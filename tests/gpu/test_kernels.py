@@ -103,3 +103,48 @@ def test_compiled_with_inductor_the_ffn_is_the_same() -> None:
     assert expected[mask.any(1)].isfinite().all(), "rows that run nothing are no numbers, and their residual with them"
     found = torch.compile(ffn, fullgraph=True)(x, mask)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+def test_few_rows_route_right_whatever_runs_beside_and_before() -> None:
+    """Launches of other shapes in turn, on several streams; then graphs of launches that follow each other at once."""
+    shapes = {(4096, 32, 112): 8, (576, 16, 24): 3, (2048, 64, 300): 5, (4096, 32, 8): 1}
+    routers = {}
+    for size, rank, groups in shapes:
+        w1 = torch.randn(rank, size, device="cuda") / size**0.5
+        given = [torch.randn(*s, device="cuda") for s in ((rank,), (2 * groups, rank), (2 * groups,))]
+        norm = torch.randn(size, device="cuda", dtype=torch.bfloat16)
+        routers[size, rank, groups] = (norm, wk.in_pieces(w1, torch.bfloat16), *given, 1e-5)
+
+    def check(key: tuple[int, int, int], x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> None:
+        norm, w1, *rest = routers[key]
+        expected, decided = wk.norm_route(x, norm, w1, *rest, backend="torch")
+        torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2)
+        assert (mask != decided).float().mean() < 1e-3, "but for ties"
+
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    found = []
+    for turn in range(60):
+        key = list(shapes)[turn % len(shapes)]
+        inputs = [torch.randn(shapes[key], key[0], device="cuda", dtype=torch.bfloat16) for _ in streams]
+        torch.cuda.synchronize()
+        for stream, x in zip(streams, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    result = wk.norm_route(x, *routers[key], early=bool(turn % 2), backend="triton")
+                found.append((key, x, *result))
+    torch.cuda.synchronize()
+    for case in found:
+        check(*case)
+    for key, rows in shapes.items():
+        x = torch.randn(rows, key[0], device="cuda", dtype=torch.bfloat16)
+        graph, chain, made = torch.cuda.CUDAGraph(), [x], []
+        with torch.cuda.graph(graph):
+            for _ in range(20):
+                made.append(wk.norm_route(chain[-1], *routers[key], early=True, backend="triton"))
+                chain.append(made[-1][0].roll(1, -1))
+        for _ in range(3):
+            x.normal_()
+            graph.replay()
+            torch.cuda.synchronize()
+            for given, result in zip(chain, made, strict=False):
+                check(key, given, *result)
