@@ -136,15 +136,18 @@ def try_lock(file: Path) -> int | None:
     """Lock `file`, made where it is not there; None where another process has it locked.
 
     The lock ends with the descriptor that is returned, and with those of the children that inherit it. Where the file
-    system has no locks nobody is kept out. Raises WideError where the file cannot be written.
+    system has no locks nobody is kept out. Raises PermissionError where nothing may be written, WideError where it
+    cannot.
     """
     import fcntl
 
-    while True:
+    for last in (*[False] * 99, True):
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise PermissionError(error.errno, error.strerror, str(file)) from error
             raise unwritable(file, error) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -156,9 +159,10 @@ def try_lock(file: Path) -> int | None:
                 os.close(handle)
                 raise unwritable(file, error) from error
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(handle), file.stat()):
-                return handle
+            if last or os.path.samestat(os.fstat(handle), file.stat()):
+                return handle  # some file systems give one file two faces: there the lock may be nobody's
         os.close(handle)  # whoever had it has taken it away meanwhile
+    return None
 
 
 def _sync(path: Path) -> None:

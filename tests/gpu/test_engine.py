@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import wide_kernels as wk
 from tiny_models import random_ids, shake_routers, tiny_model
 from widecli.engine.generate import generate, open_session
 from widecli.engine.model import InferenceModel
@@ -48,31 +49,39 @@ def engine(request: pytest.FixtureRequest) -> InferenceModel:
     return routed_model(torch.bfloat16, plan=PLANS[request.param])[1]
 
 
-def test_dense_rows_of_the_library_say_the_same() -> None:
+def test_dense_rows_of_the_library_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = big_enough(torch.float32)
     ids = random_ids(1, 30).cuda()
-    found = []
+    found, products = [], []
+    real = wk.gemm_mn
+    monkeypatch.setattr(wk, "gemm_mn", lambda *args, **kwargs: products.append(1) or real(*args, **kwargs))
     for library in (False, True):
         session = InferenceModel.from_dense(model, library=library).session(1, 64)
         found.append([session.prefill(ids).clone(), *(session.decode().clone() for _ in range(5))])
+        assert bool(products) != library
+        products.clear()
     for own, theirs in zip(*found, strict=True):
         torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_replayed_graphs_give_what_plain_calls_give(engine: InferenceModel) -> None:
-    ids, following = random_ids(3, 40).cuda(), random_ids(3, 12, seed=5).cuda()
+@pytest.mark.parametrize("batch", [1, 3])
+def test_replayed_graphs_give_what_plain_calls_give(engine: InferenceModel, batch: int) -> None:
+    ids, following = random_ids(batch, 40).cuda(), random_ids(batch, 12, seed=5).cuda()
     found: list[list[Tensor]] = []
+    rates = []
     for graphs in (False, True):
-        session = engine.session(3, 64, graphs=graphs)
+        session = engine.session(batch, 64, graphs=graphs)
         session.record_prefill(40)
         session.record_prefill(40, ragged=True)
         steps = []
-        for lengths in (None, [40, 3, 17]):
+        for lengths in (None, [40, 3, 17][-batch:]):
             steps.append(session.prefill(ids, lengths).clone())
             steps += [session.decode(following[:, t]).clone() for t in range(12)]
         found.append(steps)
         if trace := session.skipped():
-            assert trace.tokens == 3 * 40 + 60 + 2 * 3 * 12
+            assert trace.tokens == batch * 40 + sum([40, 3, 17][-batch:]) + 2 * batch * 12
+            rates.append(trace.skip_rate())
+    assert not rates or rates[0] == rates[1]
     for plain, replayed in zip(*found, strict=True):
         assert torch.equal(replayed, plain)
 
@@ -120,23 +129,24 @@ def test_no_weight_of_a_group_that_no_pattern_runs_is_read(plan: RoutingPlan) ->
     assert session.decode().isfinite().all()
 
 
+@pytest.mark.parametrize("batch", [1, 2])  # one row has launches of its own, which overlap
 @pytest.mark.parametrize(
     ("family", "plan"),
     [(family, plan) for family in ("llama", "qwen2", "qwen3", "smollm3") for plan in (None, PLAN)]
     + [("llama", PATTERNS), ("llama", SEGMENTS)],
     ids=lambda value: value if isinstance(value, str) else next((k for k, v in PLANS.items() if v is value), "dense"),
 )
-def test_fp32_agrees_with_the_hugging_face_path(family: str, plan: RoutingPlan | None) -> None:
+def test_fp32_agrees_with_the_hugging_face_path(family: str, plan: RoutingPlan | None, batch: int) -> None:
     if plan is not None:
         attached, engine = routed_model(torch.float32, family, plan)
         model: Any = attached.backbone
     else:
         model = big_enough(torch.float32, family)
         engine = InferenceModel.from_dense(model)
-    ids = random_ids(2, 50).cuda()
+    ids = random_ids(batch, 50).cuda()
     with torch.no_grad():
         expected = model(ids).logits
-    session = engine.session(2, 64)
+    session = engine.session(batch, 64)
     # a flipped decision would move logits of size 5 by far more; kernels may multiply fp32 in three bf16 parts
     torch.testing.assert_close(session.prefill(ids), expected[:, -1], rtol=0, atol=2e-2)
     session.prefill(ids[:, :20], chunk=8)

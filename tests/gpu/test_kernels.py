@@ -7,6 +7,7 @@ import torch
 
 import wide_kernels as wk
 from wide_kernels.benchmarks.awkward import LARGE, SMALL, Case, errors, operands
+from wide_kernels.counters import capture_number, counters
 
 pytestmark = [
     pytest.mark.gpu,
@@ -103,6 +104,22 @@ def test_compiled_with_inductor_the_ffn_is_the_same() -> None:
     assert expected[mask.any(1)].isfinite().all(), "rows that run nothing are no numbers, and their residual with them"
     found = torch.compile(ffn, fullgraph=True)(x, mask)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+def test_launches_of_one_capture_share_counters() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    counters("a test", device, 8)
+    numbers, places = [], []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            stream = torch.cuda.current_stream().cuda_stream
+            numbers.append({capture_number(stream) for _ in range(3)})
+            places.append({counters("a test", device, 8).data_ptr() for _ in range(3)})
+            torch.zeros(1, device=device)
+    assert all(len(found) == 1 and None not in found for found in numbers) and numbers[0] != numbers[1]
+    assert all(len(found) == 1 for found in places) and places[0] != places[1]
+    assert capture_number(torch.cuda.current_stream().cuda_stream) is None
 
 
 def test_few_rows_route_right_whatever_runs_beside_and_before() -> None:

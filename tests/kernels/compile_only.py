@@ -7,6 +7,7 @@ Llama-3.1-8B with groups of 128, the configurations the ones that the launchers 
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from typing import Any
@@ -66,7 +67,20 @@ def compiled(kernel: Any, types: str, values: dict[str, Any], target: GPUTarget)
         "mma": "mma" in ptx,
         "narrowest_add": min(adds, default=0),
         "16-byte loads": loads,
+        "copied": copied(binary.asm["ttgir"]),
     }
+
+
+def copied(ir: str) -> list[bool]:
+    """Of each tensor that is polled, whether two threads hold the same element of it, and so may see two words."""
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<\{(.*)\}>", ir, re.MULTILINE))
+    found = []
+    for line in ir.splitlines():
+        if "tt.load" in line and "isVolatile" in line and "tensor<" in line:
+            shape, layout = re.search(r"tensor<([\dx]+)x!tt\.ptr<\w+>, (#\w+)>", line).groups()  # type: ignore[union-attr]
+            held = math.prod(map(int, re.findall(r"\d+", layouts[layout].split("order")[0])))
+            found.append(held > math.prod(map(int, shape.split("x"))))
+    return found
 
 
 def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:

@@ -75,3 +75,8 @@ def test_gathered_channels_of_narrow_groups_are_read_16_bytes_at_a_time(compiled
         assert compiled["kernels"][f"tile_patterns_k {width} bfloat16"]["16-byte loads"] >= 2 * 12
         # 32 rows x 256 channels over 128 threads
         assert compiled["kernels"][f"pack {width} bfloat16"]["16-byte loads"] == 8
+
+
+def test_no_two_threads_poll_the_same_word(compiled: dict[str, Any]) -> None:
+    for name in ("norm_route 1 bfloat16", "norm_route_patterns 1 bfloat16"):
+        assert compiled["kernels"][name]["copied"] == [False, False]  # the first look, and in the loop

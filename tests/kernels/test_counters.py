@@ -79,5 +79,6 @@ def test_launches_of_one_capture_share_counters_where_captures_can_be_told_apart
     assert counters.counters("a", device, 4).data_ptr() == second.data_ptr() + 16
 
 
-def test_a_capture_has_a_number_only_where_there_is_one() -> None:
-    assert torch.cuda.is_available() or counters.capture_number(0) is None
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_nothing_is_captured_without_a_gpu() -> None:
+    assert counters.capture_number(0) is None

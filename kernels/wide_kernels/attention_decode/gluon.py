@@ -12,7 +12,7 @@ key and the result.
 All programs of a pair must be resident at once, else they wait forever; as in `meeting.py`, they have adjacent numbers,
 which a GPU starts in order, and the launcher starts no more programs than the whole GPU holds. A launch beside others
 gets on once they end; one that is given a part of the GPU only, or two that hold a part each, would not. Every stream
-and every captured launch has words of its own (`counters.py`).
+and every captured graph has words of its own (`counters.py`).
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 

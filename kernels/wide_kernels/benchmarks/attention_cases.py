@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import wide_kernels as wk
 from wide_kernels.benchmarks.cases import TimedCase
-from wide_kernels.benchmarks.masks import random_masks
 from wide_kernels.benchmarks.shapes import ModelShape
 from wide_kernels.benchmarks.timing import Call
+from wide_kernels.random_masks import random_masks
 
 LIBRARIES = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 CHECKED_TOKENS = 64  # queries compared with float64; every element is tested for being finite

@@ -12,11 +12,11 @@ from torch import Tensor
 
 import wide_kernels as wk
 from wide_kernels.benchmarks import dense
-from wide_kernels.benchmarks.masks import random_masks
 from wide_kernels.benchmarks.shapes import ModelShape
 from wide_kernels.benchmarks.timing import Call
 from wide_kernels.dispatch import OPERATORS, Explanation
 from wide_kernels.gemm_k.configs import FEW_ROWS
+from wide_kernels.random_masks import random_masks
 
 CHECKED_ROWS = 512  # compared with float64; every element is tested for being finite
 RANK = 32

@@ -1,4 +1,4 @@
-"""Masks to measure with: random ones, and those recorded from a calibrated model and what structure they have."""
+"""Decisions recorded from a calibrated model: reading them, and what of their structure the kernels can use."""
 
 from __future__ import annotations
 
@@ -11,26 +11,7 @@ from torch import Tensor
 from wide_kernels.errors import UnsupportedError
 from wide_kernels.gemm_k.segments import segment_length
 
-GOLDEN = (5**0.5 - 1) / 2
-SQRT_2 = 2**0.5
 HEADER_BYTES = 8  # of a safetensors file: the length of its JSON header, little-endian
-
-
-def random_masks(
-    shape: tuple[int, ...], sparsity: float, number: int, generator: torch.Generator | None, device: torch.device
-) -> Tensor:
-    """Masks bool [..., rows, N], each of which skips that share of its groups; which ones, chance decides.
-
-    Chance does not decide how many: a share of one row's few groups would miss the one asked for by several percent.
-    Where it is no whole number of groups rows differ by one, so that the mean over rows, and over the masks of several
-    `number`s, comes out right (multiples of irrational numbers are spread evenly between 0 and 1).
-    """
-    *_, rows, groups = shape
-    row = torch.arange(rows, dtype=torch.float64, device=device)
-    skipped = (sparsity * groups + (number * GOLDEN + row * SQRT_2) % 1).floor()
-    order = torch.rand(shape, generator=generator, device=device).argsort(-1)
-    executed = torch.arange(groups, device=device) >= skipped[:, None]
-    return torch.empty(shape, dtype=torch.bool, device=device).scatter_(-1, order, executed.expand(shape))
 
 
 def read_masks(path: Path) -> dict[str, Tensor]:

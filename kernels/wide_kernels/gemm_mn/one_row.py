@@ -1,9 +1,9 @@
 """Triton, one row (decode): fp32 sums in registers, no tensor core, a few columns of the weight a program.
 
-Such a product waits for memory only. Programs of skipped groups write zeros and leave; the rest come in the order of
-memory, so many to a multiprocessor that nothing need be fetched ahead. A dense product's first weights are fetched
-before the row itself is there, while the launch before this one ends; to do so for the part of a product that no
-decision can skip cost more (a branch, registers) than it gave.
+Such a product waits for memory only. Programs of skipped groups write zeros and leave; so many are resident on a
+multiprocessor that nothing need be fetched ahead. A dense product's first weights are fetched before the row itself is
+there, while the launch before this one ends. (Where a product has parts that no decision can skip, their programs must
+come first for that to pay, as keys and values do in the engine's own projection.)
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -92,7 +92,7 @@ def vector_kernel(
 def vector_config(
     depth: int, width: int, gated: bool, dtype: torch.dtype, device: torch.device, early: bool = False
 ) -> dict[str, int]:
-    """Steps of 16 KB a weight straight to registers; so many programs are resident that nothing need be ahead."""
+    """Steps of 16 KB straight to registers, of a gated dense product twice as much."""
     config = {"BN": 4, "BC": 256, "num_warps": 4, "PDL": int(is_hopper(device))}
     if gated:
         config |= {"BN": 2} | ({"BC": 512, "num_warps": 8} if early else {})  # what comes early should be much

@@ -16,7 +16,7 @@ PATTERNS_AT_ONCE = 64  # scores that a program has at one time
 GROUPS_AT_ONCE = 1024  # of the chosen patterns, copied at one time
 
 FEW_ROWS = 8  # rows that are served one by one: more read w1 too often
-_ROW_TILE = 8192  # values that a program of a row holds at one time, of w1 or of all chunks' sums
+_ROW_TILE = 8192  # values that a program of a row holds at one time, of w1; of all chunks' sums with zeros twice that
 
 
 def chunk_config(rows: int, size: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
@@ -50,5 +50,4 @@ def row_config(rows: int, size: int, rank: int, dtype: torch.dtype, device: torc
     chunks = padded_rows(-(-size // config["BD"]))
     if config["BD"] < 16 or chunks * rank > _ROW_TILE:
         return None
-    config["num_warps"] = min(config["num_warps"], 2 * chunks * rank // 32)  # a thread has words of its own
     return overlapped(config | {"CP": chunks})

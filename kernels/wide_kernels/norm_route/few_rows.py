@@ -2,7 +2,7 @@
 
 Nothing here waits for memory's speed, all of it for its latency, so the trips count: one for x and one for everybody's
 sums, which are added up in a fixed order. A published sum is its own flag: the lowest bit of its word is the launch's,
-0 and 1 in turns, which costs half a unit in the last place of fp32; who reads clears it. So neither a counter nor a
+0 and 1 in turns, which costs up to a unit in the last place of fp32; who reads clears it. So neither a counter nor a
 fence lies between the sums of one program and the result of another. The weights need not wait for x: with `early` they
 are fetched while the launch before this one ends. No tensor core: one row would fill a sixteenth of it. The decision is
 made as in triton.py, whose kernel is for more rows.
@@ -32,8 +32,8 @@ def published(value, turn):
 def received(words, turn, CHUNKS: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr, TOGETHER: tl.constexpr):
     """(bottleneck [RP], sum of squares) of a row, from all chunks; TOGETHER: as soon as this launch has put them.
 
-    One load for all of them, no smaller than the program has threads: of a smaller one every thread would have copies,
-    of which the wait sees one and the sum may take another, older one.
+    One load for all of them, of 512 words or more (CP and RP are 16 at least), so that no two threads hold the same
+    one: of a smaller tensor they would, and the wait would see one copy where the sum may take another, older one.
     """
     chunk = tl.arange(0, CP)
     column = tl.arange(0, 2 * RP)  # the bottleneck, the sum of squares, zeros, nothing

@@ -311,8 +311,8 @@ def _norm_and_route(
         if few is not None:
             config |= {"PARTS": w1.shape[0] if w1.dim() == 3 else 1, "EARLY": early}
             config["WORDS"] = 2 * chunks * padded + 32
-            # Each shape has words of its own: what one of them leaves behind means nothing to another.
-            use, size = f"norm_route {rows} {chunks} {padded}", rows * config["WORDS"]
+            # Each form of a row has words of its own: what one of them leaves behind means nothing to another.
+            use, size = f"norm_route {chunks} {padded}", rows * config["WORDS"]
             words = counters(use, x.device, size) if together else torch.empty(size, dtype=torch.int32, device=x.device)
             for halves in launches:
                 few_rows.row_kernel[(chunks, rows)](

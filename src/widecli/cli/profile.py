@@ -142,6 +142,8 @@ def profile(
         continues = resume and not overwrite  # of both the run says that they do not go together
         if continues:
             request = request.continuing(recorded_at(path))
+        else:
+            request.check()
         if dry_run:
             document = describe(request, standing(path, request).kept if continues else frozenset())
         else:

@@ -166,7 +166,7 @@ def standing(path: Path, request: Request) -> Standing:
             f"{path} holds nothing that wide profile could continue; name another directory with --run-dir, or replace "
             "it with --overwrite if it is a profile's."
         )
-    grid.check(request.outline, request.settings, loaded=False, kept=cells.kept)
+    request.check(cells.kept)
     return Standing(cells.kept)
 
 

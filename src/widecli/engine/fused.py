@@ -100,8 +100,9 @@ def project_and_store(
 ) -> Tensor:
     """Queries, keys and values of one row x [1, D] on a GPU and `rotate_and_store`, in one launch: q [1, H_q, d].
 
-    `mask` bool [1, N] decides on the first N groups of `width` channels, the rest runs; with N = 0 the first weights
-    are fetched while the launch before this one ends. `heads`: H_q, H_k and d. D must be a multiple of 8.
+    `mask` bool [1, N] decides on the first N groups of `width` channels, the rest runs. First weights of what runs in
+    any case are fetched while the launch before this one ends: they must be older than that. `heads`: H_q, H_k and d.
+    D must be a multiple of 8.
     """
     from widecli.engine import fused_triton
 

@@ -130,7 +130,8 @@ def project_kernel(
     a rotation. Queries and keys are rotated as they are stored, keys and values into the cache.
 
     Keys and values, which no mask skips, come first: their programs are there while the launch before this one still
-    runs, and fetch their first weights meanwhile.
+    runs, and fetch their first weights meanwhile. The next launch is not let in: attention would be in the way of these
+    (and is launched plainly).
     """
     PAIRS: tl.constexpr = BN // 2
     HALF: tl.constexpr = SIZE // 2

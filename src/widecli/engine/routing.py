@@ -10,7 +10,7 @@ from torch import Tensor
 
 import wide_kernels as wk
 from wide_kernels import PatternLayout, RouteLayout
-from wide_kernels.benchmarks.masks import random_masks
+from wide_kernels.random_masks import random_masks
 from widecli.engine.patterns import Choice, PatternRouter, first_weight, numbered
 from widecli.engine.weights import Norm
 from widecli.model.patterns import Codebook

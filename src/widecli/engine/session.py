@@ -231,24 +231,33 @@ class Session:
         """Run one token a sequence; moves `lengths` on and leaves the most likely next token in `token`."""
         step = DecodeStep(self.cache, keys, self._tables)
         x = self._run(self.token, step)
-        with self._beside(), within("statistics"):
-            if self._sums is not None:
-                count_executed(torch.cat(step.executed, 1), self.active, *self._sums)
-        logits = self._logits(x)
-        take_likeliest(logits, self.token, self.cache.lengths)
-        if self._side is not None:
-            torch.cuda.current_stream(x.device).wait_stream(self._side)
+        with self._counted_beside(step.executed):
+            logits = self._logits(x)
+            take_likeliest(logits, self.token, self.cache.lengths)
         return logits
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """On a GPU what nobody waits for, on a stream of its own until the step ends: the LM head runs meanwhile."""
-        if self._side is None:
+    def _counted_beside(self, executed: list[Tensor]) -> Iterator[None]:
+        """Count what a decode step executed; on a GPU on a stream of its own while the block runs, the LM head."""
+        if self._sums is None:
             yield
             return
-        self._side.wait_stream(torch.cuda.current_stream(self._side.device))
-        with torch.cuda.stream(self._side):
+        if self._side is None:
+            self._count(executed, *self._sums)
             yield
+            return
+        main = torch.cuda.current_stream(self._side.device)
+        self._side.wait_stream(main)
+        with torch.cuda.stream(self._side):
+            self._count(executed, *self._sums)
+        try:
+            yield
+        finally:  # in a capture, too, nothing may be left on its own
+            main.wait_stream(self._side)
+
+    def _count(self, executed: list[Tensor], groups: Tensor, tokens: Tensor) -> None:
+        with within("statistics"):
+            count_executed(torch.cat(executed, 1), self.active, groups, tokens)
 
     def _run(self, ids: Tensor, step: Step) -> Tensor:
         with within("embed"):

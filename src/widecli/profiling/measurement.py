@@ -75,7 +75,7 @@ def measure(
             remark(why_not)
     if settings.memory and subject.outline.device.type != "cuda":
         remark("peak memory is counted on a GPU alone; here only the memory model is given")
-    if settings.dense == "library":
+    if settings.dense == "library" and subject.outline.device.type == "cuda" and 1 in settings.batches:
         remark("dense products of one row are the library's, not the kernels' that read them faster (--dense own)")
     theirs = HuggingFace(subject.hugging_face) if settings.compare_hf else None
     points: list[Point] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
@@ -119,6 +119,10 @@ class Request:
             return self
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, batches=batches))
 
+    def check(self, kept: Collection[tuple[int, int]] = ()) -> None:
+        """Refuse what the model or the memory cannot hold of the cells that are not kept; allocates nothing."""
+        grid.check(self.outline, self.settings, loaded=False, kept=kept)
+
     def recipe(self, wandb: str | None) -> RecordedRecipe:
         """The checkpoint's recipe; of a shape or a dense model, one that names it."""
         from widecli.recipe.load import dump, load_text, resolve
@@ -218,7 +222,6 @@ def read(flags: Flags) -> Request:
     if by_memory:
         fits = grid.fitting_batches(outline, settings, free_bytes(device), loaded=False)
         settings = dataclasses.replace(settings, batches=fits or settings.batches[:1])
-    grid.check(outline, settings, loaded=False)
     return Request(flags, outline, settings, target, config, by_memory)
 
 

@@ -73,7 +73,8 @@ def _native_code_quiet() -> Iterator[None]:
 def device_times(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Milliseconds of device work by the range in which it was launched; without one it is `other`.
 
-    A kernel that starts while the one before it still runs counts from that one's end: until then it mostly waits.
+    A kernel that starts while the one before it still runs counts from that one's end: until then it mostly waits. (Or
+    runs beside it, as the counting does beside the LM head: the sum is the time in which anything ran.)
     """
     ranges = _ranges(events)
     starts = [begin for begin, _, _ in ranges]

@@ -246,11 +246,16 @@ def directory(command: str, name: str, run_dir: str | Path | None = None) -> Pat
 def held(path: Path) -> Iterator[None]:
     """Keep other processes out of a run's directory inside the block, by a lock beside it that goes with the block.
 
-    Beside it: `--overwrite` puts another directory in its place. Raises WideError when another process holds it.
+    Beside it: `--overwrite` puts another directory in its place. Where nothing may be written there, below the root of
+    a container for one, nobody is kept out. Raises WideError when another process holds it.
     """
     path = path.resolve()
     lock = path.with_name(f".{path.name}.lock")
-    handle = try_lock(lock)
+    try:
+        handle = try_lock(lock)
+    except PermissionError:
+        yield
+        return
     if handle is None:
         raise WideError(
             f"another process works on {path}: wait for it or stop it, or name another directory with --run-dir."
