@@ -43,6 +43,7 @@ PARTS = {
     "launch_gaps": "launch gaps",
 }
 _README_GROUP_SIZE = 128  # of random masks
+_FEW_SHARES = 2  # a run over more is a curve
 _FLAT = 5e-3  # share of a step below which a part has no row
 _END_TO_END_TOKENS = (64, 128, 512)
 
@@ -248,6 +249,14 @@ def resources(records: list[Record]) -> str:
     return table([*head, "routed, J/token"], rows) if rows else ""
 
 
+def revision(environment: Mapping[str, Any]) -> str:
+    """The commit that a run's checkout stood at, whether something was on top, and the hash of the code that ran."""
+    git = environment.get("git") or {}
+    dirty = "-dirty" if git.get("dirty") else ""
+    commit = f"{git['revision'][:7]}{dirty}" if git.get("revision") else ""
+    return " ".join(filter(None, [commit, environment.get("code")]))
+
+
 def runs(records: list[Record], notes: dict[str, str]) -> str:
     """Where each run was made, its command, and what must be known of it."""
     lines = []
@@ -257,7 +266,7 @@ def runs(records: list[Record], notes: dict[str, str]) -> str:
         facts = [summary["device_name"] or known.get("cpu") or summary["device"], summary["dtype"]]
         facts += [f"{name} {versions[name]}" for name in ("torch", "triton", "transformers") if versions.get(name)]
         facts += [f"driver {known['gpu_driver']}"] if known.get("gpu_driver") else []
-        facts += [str(known.get("date", ""))[:10]]
+        facts += [str(known.get("date", ""))[:10], revision(known)]
         command = " ".join(known.get("command_line", []))
         remarks = [*summary["notes"], *([notes[record.name]] if record.name in notes else [])]
         lines.append(f"- `{record.name}`: {', '.join(filter(None, facts))}; `{command}`")
@@ -282,26 +291,29 @@ def page(records: list[Record], notes: dict[str, str]) -> str:
 def short(records: list[Record]) -> str:
     """What the project's README shows: dense, routed at about half skipped, nothing skipped, transformers.
 
-    Of random masks those of one width where that was measured, of learned ones single sequences; of points measured
-    again the latest.
+    A row is one run: what stands in it was measured in turns. Of random masks those of one width where that was
+    measured, of learned ones single sequences; runs over many shares have a table of their own.
     """
     found: dict[tuple[Any, ...], dict[str, Any]] = defaultdict(dict)
     among_several = {r.summary["model"] for r in records for p in r.points if p["group_size"] == _README_GROUP_SIZE}
-    for record, point in _by_date(records):
+    for record, point in _everything(records):
         if point["masks"] == "learned":
             if point["batch"] > 1:
                 continue
         elif record.summary["model"] in among_several and point["group_size"] != _README_GROUP_SIZE:
             continue
-        key = (record.summary["model"], point["phase"], point["batch"], point["prompt"], described(record, point))
+        if len({other["sparsity"] for other in record.points if other["masks"] == "random"}) > _FEW_SHARES:
+            continue
+        setting = (record.summary["model"], point["phase"], point["batch"], point["prompt"])
+        row = found[*setting, described(record, point), record.name]
         if point["sparsity"] == 0:
-            found[key]["nothing"] = f"{100 * point['speedup']:.1f}"
+            row["nothing"] = f"{100 * point['speedup']:.1f}"
         elif point["masks"] == "learned" or point["sparsity"] == 0.5:
-            found[key] |= {"point": point}
+            row["point"] = point
         if theirs := point.get("hugging_face"):
-            found[key]["theirs"] = milliseconds(theirs["p50_ms"])
+            row["theirs"] = milliseconds(theirs["p50_ms"])
     rows = []
-    for (model, phase, batch, prompt, groups), row in found.items():
+    for (model, phase, batch, prompt, groups, name), row in found.items():
         if point := row.get("point"):
             figures = [milliseconds(point[side]["p50_ms"]) for side in ("dense", "routed")]
             reached = [percent(point[side]["bound_reached"]) for side in ("dense", "routed")]
@@ -309,11 +321,11 @@ def short(records: list[Record]) -> str:
                 [
                     *(model, f"{phase.upper()}, batch {batch}, prompt {prompt:,}", groups, percent(point["sparsity"])),
                     *(row.get("theirs", ""), figures[0], reached[0], figures[1], reached[1]),
-                    *(f"{point['speedup']:.2f}x", row.get("nothing", "")),
+                    *(f"{point['speedup']:.2f}x", row.get("nothing", ""), str(point["routed"]["n"]), f"`{name}`"),
                 ]
             )
     head = ["model", "", "masks", "S, %", "transformers, ms", "dense, ms", "of bound, %", "routed, ms", "of bound, %"]
-    return table([*head, "speed-up", "at S = 0, % of dense"], rows)
+    return table([*head, "speed-up", "at S = 0, % of dense", "n", "run"], rows)
 
 
 def render(folder: Path) -> list[Record]:

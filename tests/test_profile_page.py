@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -45,3 +46,14 @@ def test_the_records_of_the_repository_are_rendered(renderer: ModuleType, reposi
     folder = repository / "reports/profile"
     notes = json.loads((folder / "notes.json").read_text())
     assert (folder / "README.md").read_text() == renderer.page(renderer.load(folder), notes)
+
+
+def test_the_headline_is_measured(repository: Path) -> None:
+    text = (repository / "README.md").read_text()
+    claimed = re.findall(r"\d\.\d\dx", text[: text.index("```")])
+    table = text[text.index("<!-- profile -->") : text.index("<!-- /profile -->")]
+    rows = [line for line in table.splitlines() if "prompt 16,384 |" in line and "patterns" not in line]
+    assert len(claimed) == 3
+    for figure, phase, baseline in zip(claimed, ("TTFT", "TPOT", "TPOT"), (False, False, True), strict=True):
+        found = [row for row in rows if f"{phase}, batch 1," in row and ("library" in row) == baseline]
+        assert any(f"| {figure} |" in row for row in found), f"{phase} {figure}"

@@ -148,7 +148,7 @@ def try_lock(file: Path) -> int | None:
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise PermissionError(error.errno, error.strerror, str(file)) from error
-            raise unwritable(file, error) from error
+            raise unwritable(file.parent, error) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

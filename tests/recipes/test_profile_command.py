@@ -100,7 +100,12 @@ def test_the_baseline_may_be_the_librarys(wide: Wide) -> None:
     done = wide("profile", *SHAPE, "--tpot", "--prompt", 8, "--dense", "library", "--json")
     assert done.code == 0, done.err
     assert done.document["settings"]["dense"] == "library"
-    assert any("the library's" in note for note in done.document["notes"])
+    assert any("changes nothing here" in note for note in done.document["notes"]), "on a CPU"
+    for bad, sentence in (
+        (("--wandb", "foo"), "--wandb must be one of auto, online, offline, off, got 'foo'"),
+        (("--seconds", "inf"), "--seconds must be a finite time"),
+    ):
+        wide("profile", *SHAPE, "--prompt", 8, *bad, "--dry-run").refused_with(sentence)
     refused = wide("profile", *SHAPE, "--dense", "theirs")
     assert refused.code == 2 and "--dense must be one of own, library, got 'theirs'" in refused.err
 
@@ -224,6 +229,9 @@ def test_its_records_become_a_page(
     assert f"| {nothing['speedup']:.2f}x | " in text and f" | {half['speedup']:.2f}x | both |" in text
     assert "| gate and up | " in text and "  - launches limit it" in text
     table = render_profile.short(records)
+    assert "TTFT, batch 1, prompt 8 | random, G=16, 9 patterns" in table and "`both`" not in table, "that is a curve"
+    few = [point for point in points if point["sparsity"] != 0.25]
+    table = render_profile.short([records[0]._replace(summary=records[0].summary | {"points": few}), records[1]])
     assert table.count("TTFT, batch 1, prompt 8") == 2 and f"| {100 * nothing['speedup']:.1f} |" in table
 
 

@@ -43,7 +43,8 @@ def test_a_killed_run_goes_on_with_the_cells_that_it_has_not_measured(
     left = wide("profile", *SHAPE, *grid, "--resume", "--dry-run", "--json")
     assert left.document["kept"] == 3 and "3 of 4 cells (a batch and a prompt each) are measured already" in left.err
     assert [(c["phase"], c["batch"], c["prompt"]) for c in left.document["cells"]] == [("ttft", 2, 16), ("tpot", 2, 16)]
-    anew = wide("profile", *SHAPE, *grid, "--dry-run", "--json").document
+    wide("profile", *SHAPE, *grid, "--dry-run").refused_with("kept holds an unfinished run (--resume continues it)")
+    anew = wide("profile", *SHAPE, *grid, "--dry-run", "--overwrite", "--json").document
     assert (anew["kept"], len(anew["cells"])) == (0, 8) and left.document["seconds"] < anew["seconds"]
     wide("profile", *SHAPE, *grid, "--ttft", "--resume", "--dry-run").refused_with("cannot be resumed: phases was")
     assert json.loads((workplace / "kept" / "cells.json").read_text())["points"] == kept
@@ -131,7 +132,7 @@ def test_a_resumed_throughput_takes_the_batches_that_its_run_began_with(
     monkeypatch.setattr(measurement.Cell, "measure", real)
     for mebibytes, other in ((1000, 64), (38, 2)):
         free(mebibytes)
-        assert wide(*grid, "--dry-run", "--json").document["settings"]["batches"][-1] == other
+        assert wide(*grid, "--dry-run", "--overwrite", "--json").document["settings"]["batches"][-1] == other
     wide(*grid, "--resume").refused_with("batch 4 with 8 tokens each needs")
     free(1000)
     done = wide(*grid, "--resume", "--json")
@@ -192,3 +193,27 @@ def test_two_processes_do_not_measure_into_one_directory(
     (workplace / "kept" / ".both.lock").touch()  # as a killed run leaves it
     assert wide(*arguments, "--overwrite").code == 0
     assert [path.name for path in (workplace / "kept").iterdir()] == ["both"]
+
+
+def test_batches_that_were_named_are_not_taken_for_those_that_memory_chose(wide: Wide) -> None:
+    grid = ("profile", *SHAPE, "--throughput", "--ttft", "--prompt", 8, "--run-dir", "kept")
+    assert wide(*grid, "--batch", "1,2").code == 0
+    wide(*grid, "--resume").refused_with("cannot be resumed: batches chosen by was --batch and is now free memory")
+
+
+def test_code_that_changed_is_another_run(wide: Wide, monkeypatch: pytest.MonkeyPatch) -> None:
+    from widecli.profiling import request
+
+    grid = ("profile", *SHAPE, "--ttft", "--prompt", 8, "--run-dir", "kept")
+    assert wide(*grid).code == 0
+    monkeypatch.setattr(request, "code_hash", lambda: "another")
+    wide(*grid, "--resume").refused_with("cannot be resumed: code was", "and is now another")
+
+
+def test_what_is_damaged_is_named(wide: Wide, workplace: Path) -> None:
+    grid = ("profile", *SHAPE, "--ttft", "--prompt", 8, "--run-dir", "kept")
+    assert wide(*grid).code == 0
+    summary = json.loads((workplace / "kept" / "summary.json").read_text())
+    del summary["points"][0]["routed"]["p50_ms"]
+    (workplace / "kept" / "summary.json").write_text(json.dumps(summary))
+    wide(*grid, "--resume").refused_with("kept/summary.json is damaged")

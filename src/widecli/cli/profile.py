@@ -110,7 +110,7 @@ def profile(
     with stdout_for_document(json):
         from widecli.cli.profile_run import recorded_at, run_profile, standing
         from widecli.profiling.request import Flags, read
-        from widecli.track.run import directory
+        from widecli.track.run import Run, directory
 
         flags = Flags(
             checkpoint,
@@ -145,6 +145,8 @@ def profile(
         else:
             request.check()
         if dry_run:
+            request.recipe(wandb)
+            Run.check("profile", request.run_name, run_dir=run_dir, overwrite=overwrite, resume=resume)
             document = describe(request, standing(path, request).kept if continues else frozenset())
         else:
             words = _text(text, data_root, offline) if request.settings.masks == "learned" else ""

@@ -150,7 +150,7 @@ def standing(path: Path, request: Request) -> Standing:
     the memory.
     """
     from widecli.profiling import grid
-    from widecli.profiling.cells import MeasuredCells, refuse_other
+    from widecli.profiling.cells import MeasuredCells, all_there, refuse_other
     from widecli.track.run import Run
 
     identity = request.identity()
@@ -158,6 +158,8 @@ def standing(path: Path, request: Request) -> Standing:
     summary = run.summary()
     if summary is not None and "identity" in summary:
         refuse_other(path, summary["identity"], identity)
+        if not all_there(summary.get("points")) or not {"settings", "throughput"} <= set(summary):
+            raise UsageError(f"{path}/summary.json is damaged; --overwrite measures everything anew.")
     cells = MeasuredCells(path, identity)
     if summary is not None and "identity" in summary and not cells.missing:
         return Standing(frozenset(grid.cells(request.settings)), summary)

@@ -33,7 +33,7 @@ def print_training(summary: dict[str, Any]) -> None:
     console.print(table)
     print_layers(summary.get("layers") or {})
     if (missed := _undershoot(summary)) > WORTH_A_WARNING and summary.get("routers") != "frozen":
-        warn(f"{missed:.0%} less is skipped than the budget asks for: more steps close the gap")
+        warn(f"{100 * missed:.0f} points less are skipped than the budget asks for: more steps close the gap")
     note(f"checkpoint: {summary['checkpoint']}")
     note(f"run: {summary['run_dir']}")
 

@@ -17,6 +17,7 @@ from widecli.storage import write_json
 SCHEMA = "wide.profile_cells/2"
 """1 had no `missing` and no `logged`."""
 _NAME = "cells.json"
+_SIDES = ("dense", "routed")
 
 
 Cell = tuple[int, int]
@@ -98,9 +99,15 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
         return None
-    sound = _are_of_cells(stored.get("points"), set()) and _are_of_cells(stored.get("missing"), {"lacks"})
+    sound = all_there(stored.get("points")) and _are_of_cells(stored.get("missing"), {"lacks"})
     sound = sound and isinstance(stored.get("what"), dict) and isinstance(stored.get("logged"), int)
     return stored if sound else None
+
+
+def all_there(points: object) -> bool:
+    """Whether these are points of a profile, none of which lacks what is shown of it."""
+    keys = {"phase", "sparsity", "group_size", "patterns", "masks", "mode", "skip_rate", "speedup", "dense", "routed"}
+    return _are_of_cells(points, keys) and all("p50_ms" in point[side] for point in points for side in _SIDES)  # type: ignore[attr-defined]
 
 
 def _are_of_cells(found: object, keys: set[str]) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import os
 import platform
 import subprocess
 import sys
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ def environment() -> dict[str, Any]:
         "versions": {"wide": __version__, **{name: package_version(name) for name in _PACKAGES}},
         "cuda": _cuda_version(),
         "git": git_revision(),
+        "code": code_hash(),
     }
 
 
@@ -79,6 +83,19 @@ def git_revision() -> dict[str, Any] | None:
         return None
     status = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
     return {"revision": revision, "dirty": bool(status) if status is not None else None}
+
+
+@cache
+def code_hash() -> str:
+    """Of all Python files of both packages as they are now: what ran, whatever a checkout has on top of its commit."""
+    digest = hashlib.sha256()
+    for package in ("widecli", "wide_kernels"):
+        spec = importlib.util.find_spec(package)
+        assert spec is not None and spec.origin is not None
+        folder = Path(spec.origin).parent
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(f"{package}/{file.relative_to(folder)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def without_home(text: str) -> str:

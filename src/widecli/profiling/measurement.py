@@ -33,6 +33,7 @@ POINTS_SCHEMA = "wide.points/2"
 """Form of a summary's points. 1 had no `hugging_face` (their figures, or null), `mode` and `patterns`."""
 
 _PROFILED_STEPS = 3
+_COARSE = 0.01  # of all groups: a share skipped that misses the one asked for by more is told
 _MOST_RECORDED_CHUNKS = 16
 
 
@@ -75,7 +76,9 @@ def measure(
             remark(why_not)
     if settings.memory and subject.outline.device.type != "cuda":
         remark("peak memory is counted on a GPU alone; here only the memory model is given")
-    if settings.dense == "library" and subject.outline.device.type == "cuda" and 1 in settings.batches:
+    if settings.dense == "library" and (subject.outline.device.type != "cuda" or 1 not in settings.batches):
+        remark("--dense library changes nothing here: only for one row on a GPU are there products of our own")
+    elif settings.dense == "library":
         remark("dense products of one row are the library's, not the kernels' that read them faster (--dense own)")
     theirs = HuggingFace(subject.hugging_face) if settings.compare_hf else None
     points: list[Point] = []
@@ -169,8 +172,17 @@ class Cell:
         points = []
         for side, (figures, trace) in zip(sides[1:], found[1:], strict=True):
             assert side.variant is not None
-            points.append(self._point(phase, side.variant, dense, figures, trace) | {"hugging_face": beside})
+            point = self._point(phase, side.variant, dense, figures, trace) | {"hugging_face": beside}
+            self._remark_coarse(point)
+            points.append(point)
         return points
+
+    def _remark_coarse(self, point: Point) -> None:
+        """Say where random masks could not skip the share asked for: few rows of few groups, layers of few parts."""
+        asked, skipped = point["sparsity"], point["skip_rate"]["mean"]
+        if point["masks"] == "random" and abs(skipped - asked) > _COARSE:
+            where = f"{point['phase'].upper()} at batch {self._batch}, prompt {self._prompt}, G {point['group_size']}"
+            self._remark(f"{where}: so few groups skip {100 * skipped:.1f} % where {100 * asked:.4g} % was asked for")
 
     def _open(self) -> list[Side]:
         """Sessions of all models, on one cache where decisions do not depend on what it holds."""

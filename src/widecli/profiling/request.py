@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from widecli.model import checkpoint
 from widecli.model.backbone import default_device, load_shape, resolve_dtype
 from widecli.profiling import grid
 from widecli.profiling.bound import Phase, peaks_of
-from widecli.profiling.environment import git_revision, gpus, package_version
+from widecli.profiling.environment import code_hash, gpus, package_version
 from widecli.profiling.subject import (
     Dense,
     Masks,
@@ -134,6 +135,9 @@ class Request:
             recipe = resolve(None, (), {"model.name": self.outline.name}).recipe
             text = dump(recipe)
         mode = recipe.track.wandb if wandb is None else wandb
+        known = get_args(TrackSection.model_fields["wandb"].annotation)
+        if mode not in known:
+            raise UsageError(f"--wandb must be one of {', '.join(known)}, got {mode!r}")
         track = TrackSection.model_validate({"wandb": mode, "project": recipe.track.project})
         return RecordedRecipe(text, track)
 
@@ -162,7 +166,9 @@ class Request:
             "text": self.flags.text if self.settings.masks == "learned" else None,
             "settings": json.loads(json.dumps(self.settings.as_dict())),
             "device": self.where,
-            "code": git_revision() or package_version("widecli"),
+            "threads": torch.get_num_threads() if self.outline.device.type == "cpu" else None,
+            "batches chosen by": "free memory" if self.by_memory else "--batch",
+            "code": code_hash(),
             **{name: package_version(name) for name in ("torch", "triton", "transformers")},
         }
 
@@ -266,6 +272,8 @@ def _settings(flags: Flags, masks: Masks, sizes: tuple[int, ...], outline: Outli
         raise UsageError(f"--gen must be at least 2 tokens, the first one and one after it, got {gen}")
     batches = _list("--batch", flags.batch, int, lambda b: b >= 1, "sequences, 1 or more")
     prompts = _list("--prompt", flags.prompt, int, lambda p: p >= 1, "tokens, 1 or more")
+    if not math.isfinite(flags.seconds):
+        raise UsageError(f"--seconds must be a finite time, got {flags.seconds}")
     rates = _list("--sparsity", flags.sparsity, float, lambda s: 0 <= s < 1, "shares from 0 to below 1")
     return Settings(
         phases,

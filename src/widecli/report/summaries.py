@@ -201,7 +201,8 @@ def sweep_table(sweep: Sweep) -> Table:
 
 
 def throughput_table(model: str, measured: Sequence[ThroughputPoint]) -> Table:
-    """Everything that profiles of one model measured, dense beside routed."""
+    """Everything that profiles of one model measured, dense beside routed; on what, where that differs."""
+    several = len({point.machine for point in measured}) > 1
     rows: list[dict[str, Value]] = [
         {
             "phase": point.phase.upper(),
@@ -214,6 +215,7 @@ def throughput_table(model: str, measured: Sequence[ThroughputPoint]) -> Table:
             "mode": point.mode,
             "patterns": point.patterns,
             "baseline": "library" if point.library else None,
+            "machine": point.machine if several else None,
             "dense": point.dense_ms,
             "routed": point.routed_ms,
             "transformers": point.transformers_ms,
@@ -237,6 +239,7 @@ def throughput_table(model: str, measured: Sequence[ThroughputPoint]) -> Table:
         Column("routed", "routed,\nms", "ms", 1),
         Column("transformers", "transformers,\nms", "ms", 1),
         Column("speedup", "speed-up", "times"),
+        Column("machine", "on", importance=1),
         Column("runs", "runs", importance=2),
     )
     caption = "Medians. TTFT: prompt in, first token out. TPOT: time a further token."
@@ -342,6 +345,16 @@ def runs_table(runs: Iterable[StoredRun], documents: Iterable[Document] = ()) ->
     return Table("runs", "runs", columns, tuple(rows), row_runs=tuple(names)).filled()
 
 
+def _revision(environment: Mapping[str, Any]) -> str:
+    """The commit, whether something was on top of it, and which code ran in any case."""
+    git = environment.get("git")
+    if not isinstance(git, dict):
+        return str(git or environment.get("revision") or "")
+    dirty = "-dirty" if git.get("dirty") else ""
+    code = f", code {environment['code']}" if environment.get("code") else ""
+    return f"{str(git.get('revision'))[:10]}{dirty}{code}"
+
+
 def _provenance(
     label: str, command: str, model: str, line: str, path: Path, environment: Mapping[str, Any]
 ) -> dict[str, Value]:
@@ -356,7 +369,7 @@ def _provenance(
         "date": str(environment.get("date") or "")[:16].replace("T", " "),
         "device": gpu or str(environment.get("cpu") or ""),
         "torch": str(torch or ""),
-        "git": str(environment.get("git") or environment.get("revision") or ""),
+        "git": _revision(environment),
         "line": line,
         "path": str(path),
     }

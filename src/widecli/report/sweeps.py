@@ -77,7 +77,7 @@ class ThroughputPoint:
     """One setting that a profile run measured; times in milliseconds (medians), `speedup` = dense / routed.
 
     `transformers_ms`: the same dense model through Hugging Face, where it was compared. `library`: the dense model's
-    products of one row were the library's, not the own kernels'.
+    products of one row were the library's, not the own kernels'. `machine`: device and dtype.
     """
 
     model: str
@@ -96,6 +96,7 @@ class ThroughputPoint:
     mode: str | None = None
     patterns: float | None = None
     library: bool = False
+    machine: str = ""
 
     @property
     def label(self) -> str:
@@ -145,10 +146,11 @@ def throughput(runs: Iterable[StoredRun], models: Mapping[str, str]) -> list[Thr
             continue
         settings = run.summary.get("settings")
         library = isinstance(settings, dict) and settings.get("dense") == "library"
+        machine = _machine(run)
         for point in run.summary.get("points") or []:
             speedup = number(point.get("speedup"))
             if speedup is not None:
-                found.append(_throughput_point(point, run.label, models[run.label], speedup, library))
+                found.append(_throughput_point(point, run.label, models[run.label], speedup, library, machine))
     return sorted(found, key=_order)
 
 
@@ -157,7 +159,14 @@ def _order(point: ThroughputPoint) -> tuple[str | float, ...]:
     return (point.model, point.phase, *(size or 0.0 for size in sizes))
 
 
-def _throughput_point(point: Mapping[str, Any], run: str, model: str, speedup: float, library: bool) -> ThroughputPoint:
+def _machine(run: StoredRun) -> str:
+    device = run.summary.get("device_name") or run.environment.get("cpu") or run.summary.get("device")
+    return ", ".join(str(fact) for fact in (device, run.summary.get("dtype")) if fact)
+
+
+def _throughput_point(
+    point: Mapping[str, Any], run: str, model: str, speedup: float, library: bool, machine: str
+) -> ThroughputPoint:
     def median(side: str) -> float | None:
         times = point.get(side)
         return number(times.get("p50_ms")) if isinstance(times, dict) else None
@@ -179,4 +188,5 @@ def _throughput_point(point: Mapping[str, Any], run: str, model: str, speedup: f
         mode=point.get("mode"),
         patterns=number(point.get("patterns")),
         library=library,
+        machine=machine,
     )

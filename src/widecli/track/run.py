@@ -81,6 +81,31 @@ class Run:
             UsageError: the directory exists and neither flag was given, it is not a run's, or `resume` with another
                 recipe.
         """
+        run = cls.check(command, name, run_dir=run_dir, overwrite=overwrite, resume=resume)
+        path = run.path
+        occupied = path.is_dir() and any(path.iterdir())
+        if occupied and resume:
+            _refuse_other_recipe(path, recipe_yaml)
+        elif occupied:
+            _remove(path)
+        try:
+            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unwritable(path, error) from error
+        write_text(path / "recipe.yaml", recipe_yaml)
+        return run
+
+    @classmethod
+    def check(
+        cls,
+        command: str,
+        name: str,
+        *,
+        run_dir: str | Path | None = None,
+        overwrite: bool = False,
+        resume: bool = False,
+    ) -> Run:
+        """What `create` would make or continue, or its UsageError, but for another recipe; changes nothing."""
         path = directory(command, name, run_dir)
         run = cls(path, command)
         if path.exists() and not path.is_dir():
@@ -95,19 +120,10 @@ class Run:
                 f"{path} holds the checkpoints of a training run, which wide {command} does not replace; name another "
                 "directory with --run-dir."
             )
-        if occupied and resume:
-            _refuse_other_recipe(path, recipe_yaml)
-        elif occupied and (overwrite or run.holds_nothing):
-            _remove(path)
-        elif occupied:
+        if occupied and not (resume or overwrite or run.holds_nothing):
             how = " (--resume continues it)" if command in CONTINUABLE else ""
             state = "holds a finished run" if run.is_finished else f"holds an unfinished run{how}"
             raise UsageError(f"{path} {state}; --overwrite replaces it, --run-dir names another directory.")
-        try:
-            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise unwritable(path, error) from error
-        write_text(path / "recipe.yaml", recipe_yaml)
         return run
 
     @property
@@ -170,7 +186,7 @@ class Run:
             raise unwritable(self._metrics_path, error) from error
 
     def metrics(self) -> list[dict[str, Any]]:
-        """What was logged, in order; a line cut short by a kill is left out."""
+        """What was logged, in order; a line cut short by a kill, or damaged, is left out."""
         try:
             lines = self._metrics_path.read_text(encoding="utf-8", errors="replace").splitlines()
         except FileNotFoundError:
@@ -178,9 +194,11 @@ class Run:
         entries = []
         for line in lines:
             try:
-                entries.append(json.loads(line))
+                entry = json.loads(line)
             except ValueError:
                 continue
+            if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+                entries.append(entry)
         return entries
 
     def rewind_metrics(self, step: int) -> None:
