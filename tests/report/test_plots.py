@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import struct
 from pathlib import Path
 
@@ -47,6 +48,19 @@ def test_throughput_is_drawn_along_what_varies() -> None:
     made = [ThroughputPoint("m", "profile-x", "ttft", b, 1024, 128, 0.5, 64, "learned", 3, 2, 1.5) for b in (1, 8)]
     (chart,) = throughput_chart("m", made)
     assert chart.x_label == "batch size" and [mark.x for mark in chart.series[0].marks] == [1, 8]
+    alone = dataclasses.replace(made[0], group_size=512)
+    (chart,) = throughput_chart("m", [*made, alone])
+    assert len(chart.series) == 1, "a lone point is no line"
+
+
+@needs_matplotlib
+def test_many_names_stand_below_a_plot_and_leave_it_its_size(front: Chart) -> None:
+    series = tuple(
+        Series(f"line {i}", (Mark(1.0, i, "l", ("r",)), Mark(2.0, i, "l", ("r",))), "straight") for i in range(30)
+    )
+    few, many = (plots.draw(dataclasses.replace(front, series=series[:n]), "png") for n in (8, 30))
+    heights = [struct.unpack(">II", png[16:24])[1] for png in (few, many)]
+    assert heights[1] > heights[0] + 300
 
 
 @needs_matplotlib

@@ -370,6 +370,8 @@ def _speed_lines(measured: Sequence[ThroughputPoint], axis: str, others: Sequenc
         repeated = len({getattr(point, axis) for point in points}) < len(points)
         for point in points:
             lines.setdefault(f"{name}, {point.run}" if repeated else name, []).append(point)
+    several = {name: points for name, points in lines.items() if len({getattr(point, axis) for point in points}) > 1}
+    lines = several or lines  # a lone point says nothing about the axis
     return {
         name: tuple(
             Mark(getattr(point, axis), point.speedup, point.label, (point.run,), note=point.times)

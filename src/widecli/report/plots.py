@@ -19,7 +19,10 @@ PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7
 PUBLISHED_COLOUR = "#777777"
 _MOST_TICKS = 10
 _CAPTION_WIDTH = 128  # characters of a line below a plot
-_LINE = 0.03  # of a plot's height
+_HEIGHT = 4.4
+_LINE = 0.03  # of that
+_LEGEND_ROW = 0.17
+_MOST_INSIDE = 8  # names in a plot; more stand below it
 SHAPES = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
@@ -31,7 +34,10 @@ def available() -> bool:
 def draw(chart: Chart, kind: str) -> bytes:
     """One chart as `png` or `svg`."""
     lines = textwrap.wrap(chart.caption, _CAPTION_WIDTH) or [""]
-    figure, axes = _figure((6.4, 4.4), below=_LINE * len(lines))
+    named = len([series for series in chart.series if series.marks])
+    many = named > _MOST_INSIDE
+    height = _HEIGHT + (_LEGEND_ROW * math.ceil(named / 2) if many else 0)
+    figure, axes = _figure((6.4, height), below=_LINE * len(lines) * _HEIGHT / height)
     colours = 0
     dotted = edge_styles(chart)
     for series in chart.series:
@@ -57,7 +63,9 @@ def draw(chart: Chart, kind: str) -> bytes:
     axes.grid(True, color="#e6e6e6", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.margins(x=0.09, y=0.1)
-    if len([series for series in chart.series if series.marks]) > 1:
+    if many:
+        axes.legend(fontsize=7, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.6 / _HEIGHT))
+    elif named > 1:
         axes.legend(fontsize=8, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.text(0.01, 0.005, "\n".join(lines), fontsize=6.5, color="#666666")
