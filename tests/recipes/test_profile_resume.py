@@ -217,3 +217,29 @@ def test_what_is_damaged_is_named(wide: Wide, workplace: Path) -> None:
     del summary["points"][0]["routed"]["p50_ms"]
     (workplace / "kept" / "summary.json").write_text(json.dumps(summary))
     wide(*grid, "--resume").refused_with("kept/summary.json is damaged")
+
+
+def test_bounds_of_one_run_come_from_one_measurement(
+    wide: Wide, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from widecli.profiling import bound
+
+    grid = ("profile", *SHAPE, "--ttft", "--batch", "1,2", "--prompt", 8, "--run-dir", "kept")
+    real, speeds = measurement.Cell.measure, iter((1e9, 5e9))
+    found = lambda device, dtype: bound.Peaks(next(speeds), 1e9, "measured")  # noqa: E731
+
+    def interrupted(cell: measurement.Cell) -> list[measurement.Point]:
+        if cell._batch == 2:
+            raise KeyboardInterrupt
+        return real(cell)
+
+    monkeypatch.setattr(bound, "_found_peaks", found)
+    monkeypatch.setattr(bound, "_peaks", {})
+    monkeypatch.setattr(measurement.Cell, "measure", interrupted)
+    assert wide(*grid).code == 130
+    bound._peaks.clear()  # as in another process
+    monkeypatch.setattr(measurement.Cell, "measure", real)
+    done = wide(*grid, "--resume", "--json").document
+    assert done["peaks"]["flops"] == 1e9
+    one, two = (point["dense"]["bound_ms"] for point in done["points"])
+    assert one < two < 2.1 * one

@@ -85,6 +85,7 @@ def _run(
     )
     cells = MeasuredCells(run.path, identity)
     remarks[:0] = [message for message in cells.notes if message not in remarks]
+    request.bounded_by(cells)
     if not cells.points:
         run.write_environment()
     run.rewind_metrics(cells.logged)

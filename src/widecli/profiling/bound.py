@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from statistics import fmean
 from typing import Literal
 
@@ -189,9 +188,22 @@ def _kv_heads_read(shape: ModelShape, rates: Sequence[float]) -> float:
     return read / kv_heads
 
 
-@cache
+_peaks: dict[tuple[torch.device, torch.dtype], Peaks] = {}
+
+
 def peaks_of(device: torch.device, dtype: torch.dtype) -> Peaks:
-    """Of the data sheet where the device is in the table and computes in 16 bits, else measured in a moment."""
+    """Of the data sheet where the device is in the table and computes in 16 bits, else measured in a moment, once."""
+    if (device, dtype) not in _peaks:
+        _peaks[device, dtype] = _found_peaks(device, dtype)
+    return _peaks[device, dtype]
+
+
+def remember_peaks(device: torch.device, dtype: torch.dtype, peaks: Peaks) -> None:
+    """Take these from now on: those that the beginning of a run was measured with hold for its rest, too."""
+    _peaks[device, dtype] = peaks
+
+
+def _found_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
     if device.type == "cuda" and dtype.itemsize == 2:
         name = torch.cuda.get_device_name(device)
         for known, flops, moved in _DATA_SHEETS:

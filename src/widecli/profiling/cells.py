@@ -14,8 +14,8 @@ from typing import Any
 from widecli.errors import UsageError
 from widecli.storage import write_json
 
-SCHEMA = "wide.profile_cells/2"
-"""1 had no `missing` and no `logged`."""
+SCHEMA = "wide.profile_cells/3"
+"""1 had no `missing` and no `logged`, 2 no `peaks`."""
 _NAME = "cells.json"
 _SIDES = ("dense", "routed")
 
@@ -28,7 +28,8 @@ class MeasuredCells:
     """The points of a run's cells, in the order in which they were measured, and what was remarked.
 
     `missing` says in words what a cell still lacks; `logged` counts all points that there ever were, with those that
-    newer ones replaced. `what` says what is measured, and on what: cells of anything else are not this run's.
+    newer ones replaced; `peaks` is what the device was taken to do at most. `what` says what is measured, and on what:
+    cells of anything else are not this run's.
     """
 
     def __init__(self, path: Path, what: Mapping[str, Any]) -> None:
@@ -39,11 +40,13 @@ class MeasuredCells:
         self.notes: list[str] = []
         self.missing: dict[Cell, list[str]] = {}
         self.logged = 0
+        self.peaks: dict[str, Any] | None = None
         stored = _read(path / _NAME)
         if stored is not None:
             refuse_other(path, stored["what"], self._what)
             self.points, self.notes, self.logged = stored["points"], stored["notes"], stored["logged"]
             self.missing = {(cell["batch"], cell["prompt"]): cell["lacks"] for cell in stored["missing"]}
+            self.peaks = stored["peaks"]
 
     def of(self, batch: int, prompt: int) -> list[dict[str, Any]]:
         """The points of a cell, none if it was not measured."""
@@ -64,7 +67,7 @@ class MeasuredCells:
         self.missing |= {cell: list(lacks) for cell in cells if lacks}
         missing = [{"batch": batch, "prompt": prompt, "lacks": w} for (batch, prompt), w in self.missing.items()]
         stored = {"points": self.points, "notes": self.notes, "missing": missing, "logged": self.logged}
-        write_json(self._path / _NAME, {"schema": SCHEMA, "what": self._what, **stored})
+        write_json(self._path / _NAME, {"schema": SCHEMA, "what": self._what, "peaks": self.peaks, **stored})
 
     def finish(self) -> None:
         """The run's summary holds everything now; the cells stay where some of them lack something."""
@@ -101,6 +104,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
     sound = all_there(stored.get("points")) and _are_of_cells(stored.get("missing"), {"lacks"})
     sound = sound and isinstance(stored.get("what"), dict) and isinstance(stored.get("logged"), int)
+    sound = sound and isinstance(stored.get("peaks"), dict) and set(stored["peaks"]) == {"flops", "bytes", "source"}
     return stored if sound else None
 
 

@@ -18,7 +18,8 @@ from widecli.errors import UsageError
 from widecli.model import checkpoint
 from widecli.model.backbone import default_device, load_shape, resolve_dtype
 from widecli.profiling import grid
-from widecli.profiling.bound import Phase, peaks_of
+from widecli.profiling.bound import Peaks, Phase, peaks_of, remember_peaks
+from widecli.profiling.cells import MeasuredCells
 from widecli.profiling.environment import code_hash, gpus, package_version
 from widecli.profiling.subject import (
     Dense,
@@ -171,6 +172,13 @@ class Request:
             "code": code_hash(),
             **{name: package_version(name) for name in ("torch", "triton", "transformers")},
         }
+
+    def bounded_by(self, cells: MeasuredCells) -> None:
+        """Bounds come from what the device was taken to do when the run began; where that is measured, it varies."""
+        device, dtype = self.outline.device, self.outline.dtype
+        if cells.peaks is not None:
+            remember_peaks(device, dtype, Peaks(**cells.peaks))
+        cells.peaks = dataclasses.asdict(peaks_of(device, dtype))
 
     def facts(self, subject: Subject) -> dict[str, Any]:
         """What a summary says besides its points."""
