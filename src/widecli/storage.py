@@ -19,6 +19,7 @@ from widecli.errors import WideError
 
 _BUILDING = ".building-"
 _STALE_AFTER_S = 24 * 3600
+_RACES = 100  # for one lock: more are none
 
 
 def user_cache() -> Path:
@@ -136,18 +137,15 @@ def try_lock(file: Path) -> int | None:
     """Lock `file`, made where it is not there; None where another process has it locked.
 
     The lock ends with the descriptor that is returned, and with those of the children that inherit it. Where the file
-    system has no locks nobody is kept out. Raises PermissionError where nothing may be written, WideError where it
-    cannot.
+    system has no locks nobody is kept out. Raises WideError where the file cannot be written.
     """
     import fcntl
 
-    for last in (*[False] * 99, True):
+    for _ in range(_RACES):
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                raise PermissionError(error.errno, error.strerror, str(file)) from error
             raise unwritable(file.parent, error) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -158,11 +156,10 @@ def try_lock(file: Path) -> int | None:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 os.close(handle)
                 raise unwritable(file, error) from error
-        with contextlib.suppress(FileNotFoundError):
-            if last or os.path.samestat(os.fstat(handle), file.stat()):
-                return handle  # some file systems give one file two faces: there the lock may be nobody's
+        if os.fstat(handle).st_nlink:
+            return handle
         os.close(handle)  # whoever had it has taken it away meanwhile
-    return None
+    raise WideError(f"{file} cannot be locked, it is taken away each time: name another folder with --run-dir.")
 
 
 def _sync(path: Path) -> None:

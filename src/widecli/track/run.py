@@ -269,21 +269,22 @@ def held(path: Path) -> Iterator[None]:
     """
     path = path.resolve()
     lock = path.with_name(f".{path.name}.lock")
+    lockable = True
     try:
         handle = try_lock(lock)
-    except PermissionError:
-        yield
-        return
-    if handle is None:
+    except WideError:  # what else cannot be written says so itself
+        handle, lockable = None, False
+    if lockable and handle is None:
         raise WideError(
             f"another process works on {path}: wait for it or stop it, or name another directory with --run-dir."
         )
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
-            lock.unlink()  # while it is held: who locks it after that sees that it is gone
-        os.close(handle)
+        if handle is not None:
+            with contextlib.suppress(OSError):
+                lock.unlink()  # while it is held: who locks it after that sees that it is gone
+            os.close(handle)
 
 
 def _refuse_other_recipe(path: Path, recipe_yaml: str) -> None:
