@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from render_kernels import table
 
 from widecli.report.find import StoredRun
-from widecli.report.summaries import share_table
-from widecli.report.sweeps import throughput
+from widecli.report.summaries import revision, share_table
+from widecli.report.sweeps import by_library, throughput
 from widecli.report.tables import markdown
 
 HEAD = """# Profiles
@@ -81,8 +81,7 @@ def groups_of(point: Point) -> str:
 
 def described(record: Record, point: Point) -> str:
     """The same, and whose the dense products are where they are not our own."""
-    library = record.summary.get("settings", {}).get("dense") == "library"
-    return f"{groups_of(point)}, dense by the library" if library else groups_of(point)
+    return groups_of(point) + (", dense by the library" if by_library(record.summary) else "")
 
 
 def percent(value: float | None) -> str:
@@ -249,14 +248,6 @@ def resources(records: list[Record]) -> str:
     return table([*head, "routed, J/token"], rows) if rows else ""
 
 
-def revision(environment: Mapping[str, Any]) -> str:
-    """The commit that a run's checkout stood at, whether something was on top, and the hash of the code that ran."""
-    git = environment.get("git") or {}
-    dirty = "-dirty" if git.get("dirty") else ""
-    commit = f"{git['revision'][:7]}{dirty}" if git.get("revision") else ""
-    return " ".join(filter(None, [commit, environment.get("code")]))
-
-
 def runs(records: list[Record], notes: dict[str, str]) -> str:
     """Where each run was made, its command, and what must be known of it."""
     lines = []
@@ -288,6 +279,10 @@ def page(records: list[Record], notes: dict[str, str]) -> str:
     return "\n".join([HEAD, *(f"## {title}\n\n{text}" for title, text in sections.items() if text)])
 
 
+def _is_curve(record: Record) -> bool:
+    return len({point["sparsity"] for point in record.points if point["masks"] == "random"}) > _FEW_SHARES
+
+
 def short(records: list[Record]) -> str:
     """What the project's README shows: dense, routed at about half skipped, nothing skipped, transformers.
 
@@ -296,13 +291,11 @@ def short(records: list[Record]) -> str:
     """
     found: dict[tuple[Any, ...], dict[str, Any]] = defaultdict(dict)
     among_several = {r.summary["model"] for r in records for p in r.points if p["group_size"] == _README_GROUP_SIZE}
-    for record, point in _everything(records):
+    for record, point in _everything([record for record in records if not _is_curve(record)]):
         if point["masks"] == "learned":
             if point["batch"] > 1:
                 continue
         elif record.summary["model"] in among_several and point["group_size"] != _README_GROUP_SIZE:
-            continue
-        if len({other["sparsity"] for other in record.points if other["masks"] == "random"}) > _FEW_SHARES:
             continue
         setting = (record.summary["model"], point["phase"], point["batch"], point["prompt"])
         row = found[*setting, described(record, point), record.name]

@@ -80,8 +80,7 @@ def positions_kernel(
 
 @triton.jit
 def first_of_highest(value, index):
-    """(the highest value, the lowest index that has it); NaN counts as infinite, as it must be seen."""
-    value = tl.where(value != value, float("inf"), value)
+    """(the highest value, the lowest index that has it); none is NaN."""
     highest = tl.max(value, 0)
     return highest, tl.min(tl.where(value == highest, index, 0x7FFFFFFF), 0)
 
@@ -98,7 +97,7 @@ def candidate_kernel(logits, values, indices, size, stride, PARTS: tl.constexpr,
     for first in range((size * part) // PARTS, end, BLOCK):
         index = first + lane
         value = tl.load(logits + row * stride + index, mask=index < end, other=float("-inf")).to(tl.float32)
-        value = tl.where(value != value, float("inf"), value)
+        value = tl.where(value != value, float("inf"), value)  # NaN must be seen
         better = (index < end) & ((value > best) | (where == 0x7FFFFFFF))
         best = tl.where(better, value, best)
         where = tl.where(better, index, where)

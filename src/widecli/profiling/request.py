@@ -136,9 +136,7 @@ class Request:
             recipe = resolve(None, (), {"model.name": self.outline.name}).recipe
             text = dump(recipe)
         mode = recipe.track.wandb if wandb is None else wandb
-        known = get_args(TrackSection.model_fields["wandb"].annotation)
-        if mode not in known:
-            raise UsageError(f"--wandb must be one of {', '.join(known)}, got {mode!r}")
+        _refuse_other("--wandb", mode, get_args(TrackSection.model_fields["wandb"].annotation))
         track = TrackSection.model_validate({"wandb": mode, "project": recipe.track.project})
         return RecordedRecipe(text, track)
 
@@ -280,6 +278,7 @@ def _settings(flags: Flags, masks: Masks, sizes: tuple[int, ...], outline: Outli
         raise UsageError(f"--gen must be at least 2 tokens, the first one and one after it, got {gen}")
     batches = _list("--batch", flags.batch, int, lambda b: b >= 1, "sequences, 1 or more")
     prompts = _list("--prompt", flags.prompt, int, lambda p: p >= 1, "tokens, 1 or more")
+    _refuse_other("--dense", flags.dense, get_args(Dense))
     if not math.isfinite(flags.seconds):
         raise UsageError(f"--seconds must be a finite time, got {flags.seconds}")
     rates = _list("--sparsity", flags.sparsity, float, lambda s: 0 <= s < 1, "shares from 0 to below 1")
@@ -296,17 +295,15 @@ def _settings(flags: Flags, masks: Masks, sizes: tuple[int, ...], outline: Outli
         breakdown=flags.breakdown,
         throughput=flags.throughput,
         compare_hf=flags.compare_hf,
-        dense=_dense(flags.dense),
+        dense=cast(Dense, flags.dense),
         patterns=flags.patterns,
         seconds=flags.seconds,
     )
 
 
-def _dense(name: str) -> Dense:
-    for known in get_args(Dense):
-        if name == known:
-            return cast(Dense, known)
-    raise UsageError(f"--dense must be one of {', '.join(get_args(Dense))}, got {name!r}")
+def _refuse_other(flag: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UsageError(f"{flag} must be one of {', '.join(known)}, got {value!r}")
 
 
 def _refuse_too_long(outline: Outline, settings: Settings) -> None:

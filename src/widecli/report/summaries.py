@@ -345,7 +345,7 @@ def runs_table(runs: Iterable[StoredRun], documents: Iterable[Document] = ()) ->
     return Table("runs", "runs", columns, tuple(rows), row_runs=tuple(names)).filled()
 
 
-def _revision(environment: Mapping[str, Any]) -> str:
+def revision(environment: Mapping[str, Any]) -> str:
     """The commit, whether something was on top of it, and which code ran in any case."""
     git = environment.get("git")
     if not isinstance(git, dict):
@@ -369,7 +369,7 @@ def _provenance(
         "date": str(environment.get("date") or "")[:16].replace("T", " "),
         "device": gpu or str(environment.get("cpu") or ""),
         "torch": str(torch or ""),
-        "git": _revision(environment),
+        "git": revision(environment),
         "line": line,
         "path": str(path),
     }

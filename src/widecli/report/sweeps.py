@@ -144,9 +144,7 @@ def throughput(runs: Iterable[StoredRun], models: Mapping[str, str]) -> list[Thr
     for run in runs:
         if run.command != "profile":
             continue
-        settings = run.summary.get("settings")
-        library = isinstance(settings, dict) and settings.get("dense") == "library"
-        machine = _machine(run)
+        library, machine = by_library(run.summary), _machine(run)
         for point in run.summary.get("points") or []:
             speedup = number(point.get("speedup"))
             if speedup is not None:
@@ -157,6 +155,12 @@ def throughput(runs: Iterable[StoredRun], models: Mapping[str, str]) -> list[Thr
 def _order(point: ThroughputPoint) -> tuple[str | float, ...]:
     sizes = (point.prompt, point.batch, point.patterns, point.sparsity, point.group_size)
     return (point.model, point.phase, *(size or 0.0 for size in sizes))
+
+
+def by_library(summary: Mapping[str, Any]) -> bool:
+    """Whether a profile's dense products of one row were the library's."""
+    settings = summary.get("settings")
+    return isinstance(settings, dict) and settings.get("dense") == "library"
 
 
 def _machine(run: StoredRun) -> str:
