@@ -32,7 +32,7 @@ def dry_run_document(resolved: ResolvedRecipe, command: str = "calibrate", ranks
     ranks = ranks or current().size
     refuse_shares(recipe.train.batch_size, ranks, recipe.train.micro_batch_size)
     shape = load_shape(recipe.model)
-    plan = RoutingPlan.from_section(recipe.routing, shape)
+    plan = RoutingPlan.from_recipe(recipe, shape)
     Budget.from_section(recipe.budget, plan, shape, recipe.data.sequence_length)
     value_bytes = 4 if recipe.model.dtype == "float32" else 2
     if recipe.data.source != "self":  # needs the model

@@ -130,7 +130,7 @@ def _refuse(start: Path, resolved: ResolvedRecipe) -> None:
     if config.adapter is not None or config.merged is not None:
         began = f": name the calibration it came from, {config.origin['checkpoint']}" if config.origin else ""
         raise UsageError(f"{start} has been through this stage already{began}")
-    asked = RoutingPlan.from_section(resolved.recipe.routing, load_shape(resolved.recipe.model))
+    asked = RoutingPlan.from_recipe(resolved.recipe, load_shape(resolved.recipe.model))
     if config.plan != asked:
         has, wants = config.plan.to_json(), asked.to_json()
         key = next(k for k in has if has[k] != wants[k])

@@ -36,7 +36,7 @@ class SkipCounter:
 
     def trace(self, executed: Tensor, tokens: Tensor) -> RoutingTrace:
         """The sums as a trace, which knows the rates; waits for the device."""
-        trace = RoutingTrace(self._shape, self._plan.rank, self._layers)
+        trace = RoutingTrace(self._shape, self._plan.rank, self._layers, compensation=self._plan.compensation)
         counts = executed.cpu()
         trace.add_counts(
             {key: counts[begin : begin + count] for key, (begin, count) in self._decisions.items()}, int(tokens)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from widecli.errors import UsageError
-from widecli.model.cost import part_flops
+from widecli.model.cost import overhead_flops, part_flops, part_savings
 from widecli.model.plan import PARTS, ModelShape, PartName, RoutingPlan
 from widecli.model.trace import RoutingTrace
 
@@ -21,7 +21,7 @@ BudgetKind = Literal["rate", "parts", "uniform", "flops"]
 
 @dataclass(frozen=True)
 class Budget:
-    """Targets and the weight of their loss term; `context_tokens` sets the cost of attention for `flops`.
+    """Targets and the weight of their loss term; `context_tokens` sets the cost of attention for `flops`, which is net.
 
     `start_share` and `ramp_ratio` say how the target rises during training (`train.schedules.budget_share`).
     """
@@ -85,6 +85,20 @@ class Budget:
         return torch.stack([total[i] / n for i, n in enumerate(counts) if n])
 
     def _flops_share(self, trace: RoutingTrace) -> Tensor:
-        cost = {p: part_flops(trace.shape, p, self.context_tokens) for p in PARTS}
-        saved = sum((trace.layer_rates(p).mean() * cost[p] for p in trace.routed_parts()), start=torch.zeros(()))
-        return saved / sum(cost.values())
+        """As `cost.flops_skipped` counts the prunable share, net, with the gradient of the skip rates."""
+        shape, layers, compensation = trace.shape, trace.layers, trace.compensation
+        saved = sum(
+            ((trace.layer_rates(part) * self._savings(trace, part)).sum() for part in trace.routed_parts()),
+            start=torch.zeros(()),
+        )
+        prunable = len(layers) * sum(part_flops(shape, part, self.context_tokens) for part in PARTS)
+        return (saved - overhead_flops(shape, trace.rank, layers, compensation)) / prunable
+
+    def _savings(self, trace: RoutingTrace, part: PartName) -> Tensor:
+        """FLOPs that each layer is spared when it skips a whole part [L]."""
+        rates = trace.layer_rates(part)
+        savings = [
+            part_savings(trace.shape, part, layer.groups(part), self.context_tokens, trace.compensation)
+            for layer in trace.layers
+        ]
+        return torch.tensor(savings, dtype=rates.dtype, device=rates.device)

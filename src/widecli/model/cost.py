@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from widecli.model.plan import PARTS, LayerPlan, ModelShape, PartName
+from widecli.model.plan import PARTS, CompensationPlan, LayerPlan, ModelShape, PartName
 
 
 @dataclass(frozen=True)
 class FlopsSkipped:
     """Shares of FLOPs skipped, against the dense model, at a stated context length.
 
-    `prunable`: of what routing may skip (Q projection, attention, O projection, gate, up, down).
-    `total`: of the whole forward pass with the LM head; the routers' own cost is subtracted from the gain.
+    `prunable`: of what routing may skip (Q projection, attention, O projection, gate, up, down). `total`: of the whole
+    forward pass with the LM head. Both are net: what routers and compensation cost is subtracted from the gain.
+    `prunable_gross` subtracts nothing.
     """
 
     prunable: float
+    prunable_gross: float
     total: float
     context_tokens: int
 
@@ -64,6 +66,23 @@ def router_flops(shape: ModelShape, rank: int, layers: Sequence[LayerPlan]) -> f
     return total
 
 
+def part_savings(
+    shape: ModelShape, part: PartName, groups: int, context_tokens: int, compensation: CompensationPlan | None
+) -> float:
+    """FLOPs per token that a layer is spared by skipping a whole part: its own, less the means in its place."""
+    means = 2.0 * groups * shape.hidden_size if compensation and compensation.mean else 0.0
+    return part_flops(shape, part, context_tokens) - means
+
+
+def overhead_flops(
+    shape: ModelShape, rank: int, layers: Sequence[LayerPlan], compensation: CompensationPlan | None
+) -> float:
+    """FLOPs per token that routing adds whatever is skipped: all routers and bypasses."""
+    parts = sum(1 for layer in layers for part in PARTS if layer.groups(part))
+    bypasses = 2.0 * 2 * compensation.rank * shape.hidden_size * parts if compensation else 0.0
+    return router_flops(shape, rank, layers) + bypasses
+
+
 def flops_skipped(
     shape: ModelShape,
     rank: int,
@@ -71,15 +90,21 @@ def flops_skipped(
     attention: Sequence[float],
     ffn: Sequence[float],
     context_tokens: int,
+    compensation: CompensationPlan | None = None,
 ) -> FlopsSkipped:
     """Shares skipped, from each layer's skip rate of both parts (0 where a part is not routed)."""
-    attention_cost = part_flops(shape, "attention", context_tokens)
-    ffn_cost = part_flops(shape, "ffn", context_tokens)
-    prunable = shape.num_hidden_layers * (attention_cost + ffn_cost)
-    saved = sum(attention) * attention_cost + sum(ffn) * ffn_cost
-    dense = prunable + fixed_flops(shape)
+    rates = {"attention": attention, "ffn": ffn}
+    prunable = shape.num_hidden_layers * sum(part_flops(shape, part, context_tokens) for part in PARTS)
+    gross = sum(sum(rates[part]) * part_flops(shape, part, context_tokens) for part in PARTS)
+    saved = sum(
+        rate * part_savings(shape, part, layer.groups(part), context_tokens, compensation)
+        for part in PARTS
+        for layer, rate in zip(layers, rates[part], strict=True)
+    )
+    net = saved - overhead_flops(shape, rank, layers, compensation)
     return FlopsSkipped(
-        prunable=saved / prunable,
-        total=(saved - router_flops(shape, rank, layers)) / dense,
+        prunable=net / prunable,
+        prunable_gross=gross / prunable,
+        total=net / (prunable + fixed_flops(shape)),
         context_tokens=context_tokens,
     )

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from widecli.errors import UsageError
 
 if TYPE_CHECKING:
-    from widecli.recipe.schema import RoutingSection
+    from widecli.recipe.schema import CompensationSection, Recipe, RoutingSection
 
 Mode = Literal["wide", "patterns", "token", "layer"]
 Tap = Literal["residual", "normalised"]
+Grouping = Literal["clustered", "contiguous"]
 PartName = Literal["attention", "ffn"]
 PARTS: tuple[PartName, ...] = ("attention", "ffn")
 GROUP_MULTIPLE = 16  # smallest slice of K that a tensor-core instruction consumes
@@ -115,6 +116,24 @@ class PatternPlan:
 
 
 @dataclass(frozen=True)
+class CompensationPlan:
+    """What stands in for skipped groups: a mean for each (`mean`), and a bypass of `rank` (0 = none) a part."""
+
+    mean: bool = True
+    rank: int = 32
+
+    @classmethod
+    def from_section(cls, section: CompensationSection) -> CompensationPlan | None:
+        """What a recipe asks for; None = nothing."""
+        return cls(section.mean, section.rank) if section.mean or section.rank else None
+
+    @property
+    def described(self) -> str:
+        """In a few words."""
+        return " and ".join([*(["means"] if self.mean else []), *([f"rank {self.rank}"] if self.rank else [])])
+
+
+@dataclass(frozen=True)
 class LayerPlan:
     """Group counts of one layer; 0 = that part always runs. `shared`: one decision serves both parts.
 
@@ -157,10 +176,19 @@ class RoutingPlan:
     tap: Tap = "residual"
     patterns: PatternPlan | None = None  # mode = patterns
     overrides: Mapping[int, LayerOverride] = field(default_factory=dict)
+    grouping: Grouping = "contiguous"
+    compensation: CompensationPlan | None = None
 
     @classmethod
-    def from_section(cls, section: RoutingSection, shape: ModelShape) -> RoutingPlan:
+    def from_recipe(cls, recipe: Recipe, shape: ModelShape) -> RoutingPlan:
         """Build and validate the plan a recipe asks for. Raises UsageError listing the valid sizes."""
+        return cls.from_section(recipe.routing, shape, CompensationPlan.from_section(recipe.compensation))
+
+    @classmethod
+    def from_section(
+        cls, section: RoutingSection, shape: ModelShape, compensation: CompensationPlan | None = None
+    ) -> RoutingPlan:
+        """The plan of a routing section. Raises UsageError listing the valid sizes."""
         plan = cls(
             attention_group_size=section.attention_group_size or shape.query_heads_per_kv_head,
             ffn_group_size=section.ffn_group_size,
@@ -174,6 +202,8 @@ class RoutingPlan:
                 else None
             ),
             overrides={i: LayerOverride(**layer.model_dump()) for i, layer in sorted(section.layers.items())},
+            grouping=section.grouping,
+            compensation=compensation,
         )
         plan.validate(shape)
         return plan
@@ -189,6 +219,12 @@ class RoutingPlan:
                 raise UsageError(
                     f"routing.layers names layer {index}, but the model has layers 0 to {shape.num_hidden_layers - 1}"
                 )
+        if self.grouping == "clustered" and not self.by_groups:
+            raise UsageError(f"routing.mode={self.mode} has no groups of channels; routing.grouping must be contiguous")
+        if self.compensation and not 0 <= self.compensation.rank <= shape.hidden_size:
+            raise UsageError(
+                f"compensation.rank={self.compensation.rank} must lie between 0 and the hidden size {shape.hidden_size}"
+            )
         if (self.mode == "patterns") != (self.patterns is not None):
             raise UsageError(f"routing.mode={self.mode} and patterns={self.patterns} do not go together")
         for index in range(shape.num_hidden_layers):
@@ -247,8 +283,13 @@ class RoutingPlan:
         """Plain data for `wide_config.json`."""
         data = asdict(self)
         data["overrides"] = {str(i): asdict(o) for i, o in self.overrides.items()}
+        # left out where off, so that plans from before these existed read and compare as they did
         if self.patterns is None:
             del data["patterns"]
+        if self.grouping == "contiguous":
+            del data["grouping"]
+        if self.compensation is None:
+            del data["compensation"]
         return data
 
     @classmethod
@@ -256,4 +297,5 @@ class RoutingPlan:
         """Inverse of `to_json`."""
         overrides = {int(i): LayerOverride(**o) for i, o in data.get("overrides", {}).items()}
         patterns = PatternPlan(**data["patterns"]) if data.get("patterns") else None
-        return cls(**{**data, "patterns": patterns, "overrides": overrides})
+        compensation = CompensationPlan(**data["compensation"]) if data.get("compensation") else None
+        return cls(**{**data, "patterns": patterns, "overrides": overrides, "compensation": compensation})

@@ -2,7 +2,9 @@
 
 `attach` hangs four hooks on each decoder layer and changes nothing else: a pre-hook on each of the two norms reads the
 residual stream and takes the decision, a pre-hook on `o_proj` and on `down_proj` masks their input group by group.
-Attention, caches, position ids, padding, parameter names and `save_pretrained` stay the backbone's own.
+Where the plan compensates for what is skipped, a hook behind each norm reads the part's input and one behind `o_proj`
+and `down_proj` adds to their output. Attention, caches, position ids, padding, parameter names and `save_pretrained`
+stay the backbone's own.
 
 The hooks are module-level functions that find their layer's `Decision` on the hooked module. This keeps them identical
 for all layers, so that compiling one decoder layer (`RoutedModel.compile_layers`) serves every layer.
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from widecli.model.compensation import Compensation, build_compensations, each_compensation
 from widecli.model.families import Family, family_of
 from widecli.model.gate import Bits, Gate, Gumbel, margins
 from widecli.model.patterns import Codebook, build_codebooks
@@ -27,6 +30,7 @@ from widecli.model.router import Router
 from widecli.model.trace import RoutingTrace
 
 _ATTRIBUTE = "wide_decision"
+_SUBSTITUTE = "wide_substitute"
 
 
 class Decision:
@@ -59,6 +63,16 @@ class Decision:
             self.mask = self.gate.sample(z, self.temperature, self.noise)
 
 
+class Substitute:
+    """One part's compensation in the pass that runs now: `reduced` is A n [B, T, r], what its bypass has read."""
+
+    def __init__(self, compensation: Compensation, decision: Decision) -> None:
+        self.compensation = compensation
+        self.decision = decision
+        self.active = True
+        self.reduced: Tensor | None = None
+
+
 def _decide(module: nn.Module, args: tuple[Tensor, ...]) -> None:
     decision = cast(Decision, getattr(module, _ATTRIBUTE))
     if decision.active:
@@ -70,6 +84,21 @@ def _apply(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor] | None:
     if not decision.active or decision.mask is None:
         return None
     return (mask_groups(args[0], decision.mask),)
+
+
+def _reduce(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    substitute = cast(Substitute, getattr(module, _SUBSTITUTE))
+    if substitute.decision.active and substitute.active:
+        substitute.reduced = substitute.compensation.reduced(output)
+
+
+def _substitute(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+    substitute = cast(Substitute, getattr(module, _SUBSTITUTE))
+    mask = substitute.decision.mask
+    if not substitute.decision.active or not substitute.active or mask is None:
+        return None
+    added: Tensor = substitute.compensation(mask, substitute.reduced, output.dtype)
+    return output + added
 
 
 def mask_groups(x: Tensor, mask: Tensor) -> Tensor:
@@ -97,10 +126,12 @@ class RoutedModel:
         self.layers: tuple[LayerPlan, ...] = plan.layers(self.shape)
         self.routers = build_routers(plan, self.shape, seed)
         self.codebooks = build_codebooks(self.layers, seed)
+        self.compensations = build_compensations(plan, self.shape, seed)
         self._handles: list[RemovableHandle] = []
         self._traces: list[RoutingTrace] = []
         self._valid: Tensor | None = None
         self.decisions: dict[tuple[int, PartName], Decision] = {}
+        self.substitutes: dict[tuple[int, PartName], Substitute] = {}
         self._install()
 
     @classmethod
@@ -118,6 +149,7 @@ class RoutedModel:
         self._handles.clear()
         for module in self.backbone.modules():
             module.__dict__.pop(_ATTRIBUTE, None)
+            module.__dict__.pop(_SUBSTITUTE, None)
 
     @property
     def decoder(self) -> nn.Module:
@@ -160,6 +192,7 @@ class RoutedModel:
         device = next(decoder.parameters()).device
         self.routers.to(device)
         self.codebooks.to(device)
+        compensations = each_compensation(self.compensations.to(device))
         for index, (layer, plan) in enumerate(zip(self.decoder_layers(), self.layers, strict=True)):
             if plan.attention_groups == plan.ffn_groups == 0:
                 continue
@@ -176,12 +209,25 @@ class RoutedModel:
                 if part == "attention" or not plan.shared:
                     self._hook(norm, _decide, decision)
                 self._hook(output, _apply, decision)
+                if (index, part) in compensations:
+                    self._compensate(index, part, norm, output, compensations[index, part])
         self._handles.append(decoder.register_forward_pre_hook(self._begin, with_kwargs=True))
         self._handles.append(decoder.register_forward_hook(self._finish))
 
     def _hook(self, module: nn.Module, hook: Any, decision: Decision) -> None:
         module.__dict__[_ATTRIBUTE] = decision  # past nn.Module.__setattr__: routers must not become the backbone's
         self._handles.append(module.register_forward_pre_hook(hook))
+
+    def _compensate(
+        self, index: int, part: PartName, norm: nn.Module, output: nn.Module, compensation: Compensation
+    ) -> None:
+        substitute = Substitute(compensation, self.decisions[index, part])
+        self.substitutes[index, part] = substitute
+        for module in (norm, output):
+            module.__dict__[_SUBSTITUTE] = substitute
+        if compensation.rank:
+            self._handles.append(norm.register_forward_hook(_reduce))
+        self._handles.append(output.register_forward_hook(_substitute))
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = kwargs.get("input_ids", args[0] if args else None)
@@ -198,11 +244,13 @@ class RoutedModel:
             trace.add_pass(masks, self._valid)
         for decision in self._unique_decisions():
             decision.mask = None
+        for substitute in self.substitutes.values():
+            substitute.reduced = None
 
     @contextmanager
     def tracing(self, keep_masks: bool = False) -> Iterator[RoutingTrace]:
         """Collect what every forward pass inside the block decides."""
-        trace = RoutingTrace(self.shape, self.plan.rank, self.layers, keep_masks)
+        trace = RoutingTrace(self.shape, self.plan.rank, self.layers, keep_masks, self.plan.compensation)
         self._traces.append(trace)
         try:
             yield trace
@@ -221,6 +269,18 @@ class RoutedModel:
         finally:
             for decision, active in zip(decisions, before, strict=True):
                 decision.active = active
+
+    @contextmanager
+    def uncompensated(self) -> Iterator[None]:
+        """Let skipped groups add nothing inside the block, whatever the plan has for them."""
+        before = [s.active for s in self.substitutes.values()]
+        for substitute in self.substitutes.values():
+            substitute.active = False
+        try:
+            yield
+        finally:
+            for substitute, active in zip(self.substitutes.values(), before, strict=True):
+                substitute.active = active
 
     @contextmanager
     def bits(self) -> Iterator[None]:
@@ -318,8 +378,8 @@ class RoutedModel:
             handle.remove()
 
     def parameters(self) -> list[nn.Parameter]:
-        """The routers' parameters."""
-        return list(self.routers.parameters())
+        """What routing adds to the backbone: the routers' parameters and the compensations'."""
+        return [*self.routers.parameters(), *self.compensations.parameters()]
 
 
 def _require_grad(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from widecli.model.budget import Budget
-from widecli.model.cost import part_flops
+from widecli.model.cost import overhead_flops, part_flops, part_savings
 from widecli.model.gate import margins
 from widecli.model.plan import PARTS, PartName
 from widecli.model.routed import Decision, RoutedModel
@@ -145,13 +145,16 @@ def meet(
 
 def for_budget(routed: RoutedModel, budget: Budget) -> Solver:
     """Aims at a budget: one shift for all decisions, one a part or one a layer, as the budget's kind says."""
-    cost = {p: part_flops(routed.shape, p, budget.context_tokens) for p in PARTS}
+    shape, compensation, context = routed.shape, routed.plan.compensation, budget.context_tokens
+    prunable = len(routed.layers) * sum(part_flops(shape, p, context) for p in PARTS)
+    overhead = overhead_flops(shape, routed.plan.rank, routed.layers, compensation) / prunable
     routed_parts = [p for p in PARTS if any(key[1] == p for key in routed.decisions)]
 
     def weights(decision: Decision) -> float:
         parts = routed.parts_of(decision)
         if budget.kind == "flops":
-            return sum(cost[p] for p in parts) / (sum(cost.values()) * len(routed.layers))
+            groups = decision.router.groups
+            return sum(part_savings(shape, p, groups, context, compensation) for p in parts) / prunable
         return len(parts) / (len(routed_parts) * len(routed.layers))
 
     def solve(z: Margins) -> dict[Decision, float]:
@@ -166,7 +169,8 @@ def for_budget(routed: RoutedModel, budget: Budget) -> Solver:
                 here = list(dict.fromkeys(d for (i, _), d in routed.decisions.items() if i == index))
                 result |= common_shift(z, {d: 1 / len(here) for d in here}, budget.sparsity)
             return result
-        return common_shift(z, {d: weights(d) for d in z}, budget.sparsity)
+        target = budget.sparsity + overhead if budget.kind == "flops" else budget.sparsity
+        return common_shift(z, {d: weights(d) for d in z}, target)
 
     return solve
 

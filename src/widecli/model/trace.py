@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from widecli.model.cost import FlopsSkipped, flops_skipped
-from widecli.model.plan import PARTS, LayerPlan, ModelShape, PartName
+from widecli.model.plan import PARTS, CompensationPlan, LayerPlan, ModelShape, PartName
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,18 @@ class RoutingTrace:
     many passes under `torch.no_grad`. Layers that an override leaves dense count as skipping nothing.
     """
 
-    def __init__(self, shape: ModelShape, rank: int, layers: Sequence[LayerPlan], keep_masks: bool = False) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        rank: int,
+        layers: Sequence[LayerPlan],
+        keep_masks: bool = False,
+        compensation: CompensationPlan | None = None,
+    ) -> None:
         self.shape = shape
         self.rank = rank
         self.layers = tuple(layers)
+        self.compensation = compensation
         self.masks: dict[tuple[int, PartName], list[Tensor]] | None = {} if keep_masks else None
         self._executed: dict[tuple[int, PartName], Tensor] = {}
         self._tokens: Tensor | int = 0
@@ -84,7 +92,7 @@ class RoutingTrace:
     def _with_sums(self, flat: Tensor) -> RoutingTrace:
         keys = self._keys()
         *counts, tokens = torch.split(flat, [*keys.values(), 1])
-        whole = RoutingTrace(self.shape, self.rank, self.layers)
+        whole = RoutingTrace(self.shape, self.rank, self.layers, compensation=self.compensation)
         whole._executed = dict(zip(keys, counts, strict=True))
         whole._tokens = tokens.reshape(())
         return whole
@@ -127,9 +135,11 @@ class RoutingTrace:
 
     @torch.no_grad()
     def flops_skipped(self, context_tokens: int) -> FlopsSkipped:
-        """Shares of FLOPs skipped at a context length."""
+        """Net shares of FLOPs skipped at a context length."""
         attention, ffn = (self.layer_rates(p).double().tolist() for p in PARTS)
-        return flops_skipped(self.shape, self.rank, self.layers, attention, ffn, context_tokens)
+        return flops_skipped(
+            self.shape, self.rank, self.layers, attention, ffn, context_tokens, compensation=self.compensation
+        )
 
     @torch.no_grad()
     def summary(self, context_tokens: int) -> dict[str, Any]:
@@ -139,6 +149,7 @@ class RoutingTrace:
             "skip_rate": {"attention": rate.attention, "ffn": rate.ffn, "mean": rate.mean},
             "flops_skipped": {
                 "prunable": flops.prunable,
+                "prunable_gross": flops.prunable_gross,
                 "total": flops.total,
                 "context_tokens": flops.context_tokens,
             },

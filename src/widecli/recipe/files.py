@@ -10,6 +10,9 @@ import yaml
 from widecli.errors import UsageError
 from widecli.recipe.dialect import parse_yaml
 from widecli.recipe.keys import Tree, keys_of, leaves, recipe_keys, section_keys, suggestion
+from widecli.recipe.schema import NO_COMPENSATION
+
+_BESIDE_STORED = ("wide_config.json", "environment.json", "summary.json")
 
 
 def recipes_folder() -> Path:
@@ -68,6 +71,8 @@ def read_with_base(path: Path, provenance: dict[str, str], seen: tuple[Path, ...
     except OSError as error:
         raise UsageError(f"The recipe {shown} cannot be read: {error.strerror or error}.") from None
     tree = parse_mapping(text, shown)
+    if is_stored(path):
+        tree = as_stored(tree)
     base = tree.pop("base", None)
     merged: Tree = {}
     if base is not None:
@@ -81,6 +86,23 @@ def read_with_base(path: Path, provenance: dict[str, str], seen: tuple[Path, ...
     for key in leaves(tree):
         provenance[key] = shown
     return _merge(merged, tree)
+
+
+def as_stored(tree: Tree) -> Tree:
+    """A run's recipe with what it meant where it is older than a key: contiguous groups, no compensation.
+
+    Such a recipe is written whole, so a key that it lacks is one that did not exist.
+    """
+    routing, compensation = tree.get("routing"), tree.get("compensation")
+    routing = {"grouping": "contiguous", **routing} if isinstance(routing, dict) else {"grouping": "contiguous"}
+    if compensation is None:
+        compensation = dict(NO_COMPENSATION)
+    return {**tree, "routing": routing, "compensation": compensation}
+
+
+def is_stored(path: Path) -> bool:
+    """Whether a recipe file is one that a run or a checkpoint wrote beside its results."""
+    return path.name == "recipe.yaml" and any((path.parent / name).is_file() for name in _BESIDE_STORED)
 
 
 def parse_mapping(text: str, shown: str) -> Tree:

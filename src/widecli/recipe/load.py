@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from widecli.errors import UsageError
 from widecli.recipe.complaints import raise_usage_error, refuse_odd_numbers
 from widecli.recipe.dialect import dump_yaml, parse_yaml
-from widecli.recipe.files import check_keys, find_recipe, parse_mapping, read_with_base, shown_path
+from widecli.recipe.files import as_stored, check_keys, find_recipe, parse_mapping, read_with_base, shown_path
 from widecli.recipe.keys import (
     Tree,
     accepts,
@@ -91,13 +91,18 @@ def resolve(
 def recipe_hash(recipe: Recipe) -> str:
     """First 8 hex digits of the SHA-256 of everything but `track`, `sweep` and `distributed`.
 
-    A `lora` section at its defaults and the pattern keys of other modes leave no trace: nothing reads them, and recipes
-    from before they existed keep their hash.
+    A `lora` section at its defaults, the pattern keys of other modes, contiguous groups and no compensation leave no
+    trace: nothing reads them, and recipes from before they existed keep their hash.
     """
     without = {"track", "sweep", "distributed"} | ({"lora"} if recipe.lora == LoraSection() else set())
     content = recipe.model_dump(mode="json", exclude=without)
     if recipe.routing.mode != "patterns":
         content["routing"] = {k: v for k, v in content["routing"].items() if not k.startswith("pattern_")}
+    routing, compensation = content["routing"], content["compensation"]
+    if routing["grouping"] == "contiguous":
+        del routing["grouping"]
+    if not compensation["mean"] and not compensation["rank"]:
+        del content["compensation"]
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:8]
 
@@ -112,7 +117,7 @@ def dump(recipe: Recipe) -> str:
 
 def load_text(text: str, name: str = "recipe") -> Recipe:
     """Validates the text of a stored recipe (`recipe.yaml` of a run or checkpoint); `name` is for the error."""
-    tree = parse_mapping(text, name)
+    tree = as_stored(parse_mapping(text, name))
     provenance = dict.fromkeys(leaves(tree), name)
     check_keys(tree, name)
     refuse_odd_numbers(tree, provenance)

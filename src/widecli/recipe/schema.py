@@ -13,6 +13,9 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveInt = Annotated[int, Field(gt=0)]
 
 
+NO_COMPENSATION: dict[str, Any] = {"mean": False, "rank": 0}
+
+
 class Section(BaseModel):
     """Base of all sections: immutable, and an unknown key is an error."""
 
@@ -74,6 +77,11 @@ class RoutingSection(Section):
         None, description="query heads in a group; default: one GQA group (query heads / KV heads)"
     )
     ffn_group_size: PositiveInt = Field(64, description="intermediate channels in a group (multiple of 16)")
+    grouping: Literal["clustered", "contiguous"] = Field(
+        "clustered",
+        description="clustered = channels that tokens need together share a group; contiguous = as they are stored "
+        "(the paper's; the only one where mode has no groups, and its default there)",
+    )
     rank: PositiveInt = Field(32, description="bottleneck of the router")
     tap: Literal["residual", "normalised"] = Field("residual", description="what the router reads")
     warm_start: Literal["closed_form", "random"] = Field("closed_form", description="how the routers start")
@@ -97,6 +105,13 @@ class RoutingSection(Section):
     )
     layers: dict[int, LayerSection] = Field(default_factory=dict, description="per-layer overrides")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _grouping_suits_mode(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "grouping" not in data and data.get("mode", "wide") in ("token", "layer"):
+            return {**data, "grouping": "contiguous"}
+        return data
+
     @model_validator(mode="after")
     def _patterns_match_mode(self) -> RoutingSection:
         if self.mode != "patterns" and (changed := self.changed_pattern_keys()):
@@ -107,6 +122,18 @@ class RoutingSection(Section):
         """The keys about patterns that are not at their defaults."""
         fields = RoutingSection.model_fields
         return [n for n in fields if n.startswith("pattern_") and getattr(self, n) != fields[n].default]
+
+
+class CompensationSection(Section):
+    """What stands in for skipped groups. Off in the modes that skip whole parts, unless asked for."""
+
+    mean: bool = Field(True, description="a skipped group adds its learned mean instead of nothing")
+    rank: Annotated[int, Field(ge=0)] = Field(
+        32, description="of a bypass from a part's input to its output, scaled by the share skipped; 0 = none"
+    )
+    learning_rate: Annotated[float, Field(gt=0)] = Field(
+        3e-3, description="peak for means and bypass, which have no weight decay"
+    )
 
 
 class BudgetSection(Section):
@@ -286,6 +313,7 @@ class Recipe(Section):
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     routing: RoutingSection = RoutingSection()
+    compensation: CompensationSection = CompensationSection()
     budget: BudgetSection = BudgetSection()
     train: TrainSection = TrainSection()
     distributed: DistributedSection = DistributedSection()
@@ -293,3 +321,15 @@ class Recipe(Section):
     eval: EvalSection = EvalSection()
     track: TrackSection = TrackSection()
     sweep: SweepSection = SweepSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _compensation_suits_mode(cls, data: Any) -> Any:
+        """Without a word on it, modes that skip whole parts have none: that is how others describe them."""
+        if not isinstance(data, dict):
+            return data
+        routing, section = data.get("routing") or {}, data.get("compensation") or {}
+        mode = routing.get("mode", "wide") if isinstance(routing, dict) else getattr(routing, "mode", "wide")
+        if mode in ("token", "layer") and isinstance(section, dict):
+            return {**data, "compensation": {**NO_COMPENSATION, **section}}
+        return data

@@ -237,5 +237,5 @@ def set_up_patterns(routed: RoutedModel, section: RoutingSection, trained: bool 
 
 def check_plan(recipe: Recipe, backbone: Backbone) -> tuple[RoutingPlan, Budget]:
     """The plan and the budget of a recipe on this backbone. Raises UsageError when they do not fit."""
-    plan = RoutingPlan.from_section(recipe.routing, backbone.shape)
+    plan = RoutingPlan.from_recipe(recipe, backbone.shape)
     return plan, Budget.from_section(recipe.budget, plan, backbone.shape, recipe.data.sequence_length)

@@ -82,7 +82,7 @@ def measure(recipe: Recipe, layout: Layout, steps: int, ranks: Ranks) -> dict[st
     on_gpu = device.type == "cuda"
     recipe = layout.changed(recipe)
     shape = load_shape(recipe.model)
-    plan = RoutingPlan.from_section(recipe.routing, shape)
+    plan = RoutingPlan.from_recipe(recipe, shape)
     length = recipe.data.sequence_length
     dtype = resolve_dtype(recipe.model.dtype, device)
     if on_gpu:
@@ -125,7 +125,7 @@ def estimated(recipe: Recipe, layout: Layout, dtype: torch.dtype, ranks: int) ->
     """What `--dry-run` says of the recipe in that layout on so many cards."""
     recipe = layout.changed(recipe)
     shape = load_shape(recipe.model)
-    plan = RoutingPlan.from_section(recipe.routing, shape)
+    plan = RoutingPlan.from_recipe(recipe, shape)
     return estimate(recipe, shape, plan, value_bytes=dtype.itemsize, ranks=ranks)
 
 
