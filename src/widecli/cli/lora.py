@@ -103,7 +103,13 @@ def prepare(
 def second_stage(calibrated: Recipe) -> list[str]:
     """What a second stage without a recipe of its own changes in the calibration's."""
     end = calibrated.train.temperature_end
+    compensation = calibrated.compensation
+    if compensation.mean or compensation.rank:
+        slower = [f"compensation.learning_rate={compensation.learning_rate * ROUTER_LEARNING_RATE:g}"]
+    else:
+        slower = []
     return [
+        *slower,
         "~track.run_dir",  # that is where the calibration lies
         # the routers end at this temperature: starting warmer would undo what the first stage sharpened
         f"train.temperature_start={end}",

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from widecli.errors import UsageError
+from widecli.model.channel_order import in_present_order, in_stored_order
 from widecli.model.families import family_of
 
 if TYPE_CHECKING:
@@ -89,18 +90,21 @@ class Adapter:
             raise UsageError(f"{folder / WEIGHTS} cannot be read ({error}); take another checkpoint") from error
         if problems := _problems(self.state(), tensors):
             raise UsageError(f"{folder} does not fit the model and its {CONFIG}: {'; '.join(problems)}")
-        set_peft_model_state_dict(self._peft, tensors)
+        set_peft_model_state_dict(self._peft, in_present_order(self._base, tensors))
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The adapter's matrices by their names in the backbone, `...q_proj.lora_A.default.weight`."""
         return {name: p for name, p in self._base.named_parameters() if ".lora_" in name}
 
     def state(self) -> dict[str, Tensor]:
-        """What `adapter_model.safetensors` holds, under PEFT's keys."""
+        """What `adapter_model.safetensors` holds, under PEFT's keys: channels as the base model stores them.
+
+        So PEFT alone loads it onto that model, whatever order the routed one is in.
+        """
         from peft import get_peft_model_state_dict
 
         state: dict[str, Tensor] = get_peft_model_state_dict(self._peft, save_embedding_layers=False)
-        return state
+        return in_stored_order(self._base, state)
 
     def facts(self) -> dict[str, Any]:
         """Rank, alpha, dropout, the adapted layers' names and the number of parameters, as plain data."""

@@ -33,10 +33,14 @@ SCHEMA = "wide.checkpoint/1"
 SCHEMA_WITH_MORE = "wide.checkpoint/2"
 # Written when tokens pick patterns: a version without them would decide by bits and call that the checkpoint's quality.
 SCHEMA_WITH_PATTERNS = "wide.checkpoint/3"
-SCHEMAS = (SCHEMA, SCHEMA_WITH_MORE, SCHEMA_WITH_PATTERNS)
+# Written when channels are regrouped or skipped groups compensated: without either the routers decide about others.
+SCHEMA_WITH_GROUPS = "wide.checkpoint/4"
+SCHEMAS = (SCHEMA, SCHEMA_WITH_MORE, SCHEMA_WITH_PATTERNS, SCHEMA_WITH_GROUPS)
 CONFIG = "wide_config.json"
 ROUTERS = "router.safetensors"
 PATTERNS = "patterns.safetensors"
+COMPENSATION = "compensation.safetensors"
+CHANNELS = "channels.safetensors"
 ADAPTER = "adapter"
 
 
@@ -71,6 +75,8 @@ class CheckpointConfig:
         if self.plan.patterns is not None:
             more["patterns"] = {**asdict(self.plan.patterns), "file": PATTERNS}
             schema = SCHEMA_WITH_PATTERNS
+        if self.plan.grouping == "clustered" or self.plan.compensation is not None:
+            schema = SCHEMA_WITH_GROUPS
         return {
             "schema": schema,
             "backbone": asdict(self.backbone),
@@ -89,11 +95,14 @@ def save(
     recipe_yaml: str,
     extra: Mapping[str, Any] | None = None,
     codebooks: nn.ModuleDict | None = None,
+    compensations: nn.ModuleDict | None = None,
+    order: Tensor | None = None,
 ) -> None:
     """Write a checkpoint atomically: wide_config.json, router.safetensors, recipe.yaml, README.md.
 
-    `codebooks` go to patterns.safetensors where the plan has patterns. `extra` maps further file names to a callable
-    that writes them (the training state).
+    `codebooks` go to patterns.safetensors where the plan has patterns, `compensations` to compensation.safetensors
+    where it compensates, the channels' `order` [L, D'] to channels.safetensors where they are regrouped. `extra` maps
+    further file names to a callable that writes them (the training state).
     """
     from safetensors.torch import save_file
 
@@ -102,6 +111,13 @@ def save(
         if config.plan.patterns is not None:
             assert codebooks is not None
             save_file(patterns.tensors(codebooks), scratch / PATTERNS, metadata={"format": "pt"})
+        if config.plan.compensation is not None:
+            assert compensations is not None
+            state = {key: value.detach().cpu().contiguous() for key, value in compensations.state_dict().items()}
+            save_file(state, scratch / COMPENSATION, metadata={"format": "pt"})
+        if config.plan.grouping == "clustered":
+            assert order is not None
+            save_file({"order": order.cpu().contiguous()}, scratch / CHANNELS, metadata={"format": "pt"})
         (scratch / CONFIG).write_text(json.dumps(config.to_json(), indent=2) + "\n")
         (scratch / "recipe.yaml").write_text(recipe_yaml)
         (scratch / "README.md").write_text(model_card(config))
@@ -169,8 +185,14 @@ def refuse_incomplete(directory: Path) -> None:
 
 
 def routing_files(config: CheckpointConfig) -> tuple[str, ...]:
-    """The files that hold what decides: the routers, and the patterns they choose from."""
-    return (ROUTERS,) if config.plan.patterns is None else (ROUTERS, PATTERNS)
+    """The files that hold what decides and what stands in: routers, patterns, compensation, the channels' order."""
+    plan = config.plan
+    more = {
+        PATTERNS: plan.patterns is not None,
+        COMPENSATION: plan.compensation is not None,
+        CHANNELS: plan.grouping == "clustered",
+    }
+    return (ROUTERS, *(name for name, there in more.items() if there))
 
 
 def section_of(directory: Path) -> ModelSection:
@@ -243,21 +265,35 @@ def content_hash(directory: Path) -> str:
 
 
 def load_routing(directory: Path, routed: RoutedModel) -> None:
-    """Fill a model's routers and codebooks from a checkpoint of its plan, exactly. Raises UsageError."""
+    """Fill a model's routers, codebooks and compensations from a checkpoint of its plan, exactly, and bring its
+    channels into the order that they decide about. Raises UsageError.
+    """
     load_routers(directory, routed.routers)
+    if routed.plan.compensation is not None:
+        _fill(routed.compensations, directory / COMPENSATION)
+    if routed.plan.grouping == "clustered":
+        order = _read(directory / CHANNELS).get("order")
+        if order is None:
+            raise UsageError(f"{directory / CHANNELS} lacks its tensor 'order'; take another checkpoint of the run")
+        # the weights of a merged model lie in this order already
+        if read_config(directory).merged is None:
+            routed.regroup(order, str(directory / CHANNELS))
     if len(routed.codebooks):
         patterns.fill(routed.codebooks, _read(directory / PATTERNS), directory / PATTERNS)
 
 
 def load_routers(directory: Path, routers: nn.ModuleDict) -> None:
     """Fill `routers` from a checkpoint, exactly. Raises UsageError naming missing, unexpected and misshaped keys."""
-    path = directory / ROUTERS
+    _fill(routers, directory / ROUTERS)
+
+
+def _fill(modules: nn.ModuleDict, path: Path) -> None:
     tensors = _read(path)
-    expected = routers.state_dict()
+    expected = modules.state_dict()
     problems = _key_problems(expected, tensors)
     if problems:
         raise UsageError(f"{path} does not fit its own plan: " + "; ".join(problems))
-    routers.load_state_dict(tensors, strict=True)
+    modules.load_state_dict(tensors, strict=True)
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -303,6 +339,8 @@ def model_card(config: CheckpointConfig) -> str:
         f"| mode | {plan.mode}, parts {plan.parts}, tap {plan.tap} |",
         f"| group sizes | {plan.attention_group_size} query heads, {plan.ffn_group_size} FFN channels |",
         f"| router rank | {plan.rank} |",
+        *(["| FFN channels | regrouped: a group holds what tokens need together |"] * (plan.grouping == "clustered")),
+        *([f"| a skipped group leaves | {plan.compensation.described} |"] if plan.compensation else []),
         *([f"| patterns | {plan.patterns.described} |"] if plan.patterns else []),
         f"| steps | {config.step} |",
     ]

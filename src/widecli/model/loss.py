@@ -49,40 +49,51 @@ def chunk_loss_and_gradient(hidden: Tensor, weight: Tensor, targets: Tensor, cou
 class _ChunkedDistillation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, teacher: Tensor, weight: Tensor, targets: Tensor, counted: Tensor, compiled: bool
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        hidden: Tensor,
+        teacher: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        counted: Tensor,
+        share: float,
+        compiled: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         chunk = max(1, CHUNK_BYTES // (2 * 4 * weight.shape[0]))  # the teacher's logits and the student's
         step = _compiled_distillation() if compiled else chunk_distillation
         total = torch.zeros(2, dtype=torch.float32, device=hidden.device)
         gradient = torch.empty_like(hidden)
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
-            sums, gradient[part] = step(hidden[part], teacher[part], weight, targets[part], counted[part])
+            sums, gradient[part] = step(hidden[part], teacher[part], weight, targets[part], counted[part], share)
             total += sums
         ctx.save_for_backward(gradient)
         divergence, cross_entropy = total.unbind()
-        ctx.mark_non_differentiable(cross_entropy)
-        return divergence, cross_entropy
+        ctx.mark_non_differentiable(divergence, cross_entropy)
+        return share * divergence + (1 - share) * cross_entropy, divergence, cross_entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grads[0].to(gradient.dtype), None, None, None, None, None
+        return gradient * grads[0].to(gradient.dtype), None, None, None, None, None, None
 
 
 def chunk_distillation(
-    hidden: Tensor, teacher: Tensor, weight: Tensor, targets: Tensor, counted: Tensor
+    hidden: Tensor, teacher: Tensor, weight: Tensor, targets: Tensor, counted: Tensor, share: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Sums [2] over the `counted` rows of one chunk (fp32): KL(teacher, student) and the student's cross-entropy.
 
-    Also the gradient of the first towards `hidden`.
+    Also the gradient of `share` of the first and the rest of the second towards `hidden`.
     """
     student = (hidden @ weight.T).float().log_softmax(-1)
     wanted = (teacher @ weight.T).float().log_softmax(-1)
     probabilities = wanted.exp()
     divergence = ((probabilities * (wanted - student)).sum(-1) * counted).sum()
     cross_entropy = -(student.gather(-1, targets.unsqueeze(-1)).squeeze(-1) * counted).sum()
-    error = (student.exp() - probabilities) * counted.unsqueeze(-1)
+    target = probabilities
+    if share < 1:
+        columns = torch.arange(student.shape[-1], device=student.device)
+        target = share * probabilities + (1 - share) * (columns == targets.unsqueeze(-1)).float()
+    error = (student.exp() - target) * counted.unsqueeze(-1)
     return torch.stack([divergence, cross_entropy]), error.to(hidden.dtype) @ weight
 
 
@@ -92,7 +103,7 @@ def _compiled_chunk() -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor
 
 
 @cache
-def _compiled_distillation() -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _compiled_distillation() -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]:
     return torch.compile(chunk_distillation, dynamic=False)
 
 
@@ -111,16 +122,24 @@ def next_token_loss(
 
 
 def distillation_loss(
-    hidden: Tensor, teacher: Tensor, weight: Tensor, input_ids: Tensor, valid: Tensor | None, compiled: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Sums over the predictions, fp32: KL divergence from the teacher's words to the student's, and the LM loss.
+    hidden: Tensor,
+    teacher: Tensor,
+    weight: Tensor,
+    input_ids: Tensor,
+    valid: Tensor | None,
+    share: float = 1.0,
+    compiled: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums over the predictions, fp32: the objective, the KL divergence from the teacher's words to the student's, and
+    the LM loss. The objective is `share` of the divergence and the rest of the LM loss; it alone carries a gradient.
 
-    `teacher` [B, T, D] are the teacher's hidden states in front of the same head; the LM loss carries no gradient. The
-    rest as for `next_token_loss`.
+    `teacher` [B, T, D] are the teacher's hidden states in front of the same head. The rest as for `next_token_loss`.
     """
     inputs, targets, counted = _predictions(hidden, input_ids, valid)
     wanted = teacher[:, :-1].reshape(-1, teacher.shape[-1])
-    losses: tuple[Tensor, Tensor] = _ChunkedDistillation.apply(inputs, wanted, weight, targets, counted, compiled)  # type: ignore[no-untyped-call]
+    losses: tuple[Tensor, Tensor, Tensor] = _ChunkedDistillation.apply(  # type: ignore[no-untyped-call]
+        inputs, wanted, weight, targets, counted, share, compiled
+    )
     return losses
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from widecli.model.channel_order import arrange, refuse_disorder
 from widecli.model.compensation import Compensation, build_compensations, each_compensation
 from widecli.model.families import Family, family_of
 from widecli.model.gate import Bits, Gate, Gumbel, margins
@@ -122,6 +123,7 @@ class RoutedModel:
         self.family: Family = family_of(backbone)
         self.shape = ModelShape.from_config(cast(Any, backbone).config)
         plan.validate(self.shape)
+        arrange(backbone, None)  # whatever an earlier attachment left behind
         self.plan = plan
         self.layers: tuple[LayerPlan, ...] = plan.layers(self.shape)
         self.routers = build_routers(plan, self.shape, seed)
@@ -142,8 +144,18 @@ class RoutedModel:
         """
         return cls(backbone, plan, seed)
 
+    def regroup(self, order: Tensor | None, where: str = "this order") -> None:
+        """Put the FFN's channels in this order, int32 [L, D'] (None = as stored), in the backbone's own weights.
+
+        `order[l, i]` is the stored channel that comes to place i of layer l. Raises UsageError, naming `where` it came
+        from, for what is no permutation of this model's channels.
+        """
+        if order is not None:
+            refuse_disorder(order, self.shape, where)
+        arrange(self.backbone, order)
+
     def detach(self) -> None:
-        """Remove every hook; the backbone is as it was."""
+        """Remove every hook. The backbone computes what it did; its FFN channels keep the order that they are in."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -3,8 +3,8 @@
 A router is a linear map of rank r, so "predict how much each group matters for this token" has a closed form:
 
 1. Run the text and score each group g of each layer and part for each token t, two ways:
-   - magnitude: `log ||W[:, g] h[t, g]||^2 - log ||x[t]||^2`, what the group adds to the residual, relative to it
-     (W = o_proj or down_proj);
+   - magnitude: `log ||W[:, g] h[t, g] - M[g]||^2 - log ||x[t]||^2`, what the group adds to the residual beyond the
+     mean that would stand in for it (0 without compensation), relative to it (W = o_proj or down_proj);
    - first order: `log (dLoss / dmask[t, g])^2`, the squared change of the language-model loss if the group is taken
      out, to first order. One backward pass gives it for all groups, whatever happens in later layers.
    Both minus the log of the group's cost, mixed with `first_order_weight`.
@@ -100,9 +100,10 @@ def reduced_rank_regression(xx: Tensor, xs: Tensor, rank: int, ridge: float) -> 
     return full @ right, right
 
 
-def contribution(hidden: Tensor, weight: Tensor, groups: int) -> Tensor:
-    """`||W[:, g] h[t, g]||^2` for every token and group: hidden [T, K], weight [D, K] -> fp32 [T, N].
+def contribution(hidden: Tensor, weight: Tensor, groups: int, mean: Tensor | None = None) -> Tensor:
+    """`||W[:, g] h[t, g] - mean[g]||^2` for every token and group: hidden [T, K], weight [D, K] -> fp32 [T, N].
 
+    `mean` [N, D] is what stands in for a skipped group; None = nothing, and running it is worth all that it adds.
     Narrow groups go through their K/N-wide Gram matrix, so that no D-wide intermediate per group exists.
     """
     tokens, width = hidden.shape
@@ -110,8 +111,13 @@ def contribution(hidden: Tensor, weight: Tensor, groups: int) -> Tensor:
     h = hidden.float().view(tokens, groups, size).transpose(0, 1)
     w = weight.float().T.reshape(groups, size, -1)
     if size >= weight.shape[0]:
-        return (h @ w).square().sum(-1).T
-    return ((h @ (w @ w.transpose(1, 2))) * h).sum(-1).T.clamp_min(0)
+        added = h @ w
+        return (added if mean is None else added - mean.float().unsqueeze(1)).square().sum(-1).T
+    squares = ((h @ (w @ w.transpose(1, 2))) * h).sum(-1)
+    if mean is not None:  # ||a - m||^2 = ||a||^2 - 2 a m + ||m||^2, again without a
+        along = (h @ torch.einsum("nkd,nd->nk", w, mean.float()).unsqueeze(-1)).squeeze(-1)
+        squares = squares - 2 * along + mean.float().square().sum(-1, keepdim=True)
+    return squares.T.clamp_min(0)
 
 
 def closed_form(
@@ -168,13 +174,19 @@ def _collect(
     moments: dict[Decision, _Moments] = {}
     inputs: dict[Decision, Tensor] = {}
     added: dict[Decision, Tensor] = {}
+    means = {
+        (s.decision, part): s.compensation.mean.detach()
+        for (_, part), s in routed.substitutes.items()
+        if s.compensation.mean is not None
+    }
 
     def on_input(decision: Decision, x: Tensor) -> None:
         inputs[decision] = x.detach()
 
     def on_output(decision: Decision, part: PartName, hidden: Tensor, weight: Tensor) -> None:
         if first_order_weight < 1:
-            flat = contribution(hidden.detach().flatten(0, 1), weight, decision.router.groups)
+            mean = means.get((decision, part))
+            flat = contribution(hidden.detach().flatten(0, 1), weight, decision.router.groups, mean)
             part_added = flat.view(*hidden.shape[:2], -1)
             # one decision for both parts: what both add counts
             added[decision] = added[decision] + part_added if decision in added else part_added

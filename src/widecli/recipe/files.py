@@ -97,7 +97,9 @@ def as_stored(tree: Tree) -> Tree:
     routing = {"grouping": "contiguous", **routing} if isinstance(routing, dict) else {"grouping": "contiguous"}
     if compensation is None:
         compensation = dict(NO_COMPENSATION)
-    return {**tree, "routing": routing, "compensation": compensation}
+    train = tree.get("train")
+    train = {"distill": 0.0, **train} if isinstance(train, dict) else {"distill": 0.0}
+    return {**tree, "routing": routing, "compensation": compensation, "train": train}
 
 
 def is_stored(path: Path) -> bool:

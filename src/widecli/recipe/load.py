@@ -101,6 +101,8 @@ def recipe_hash(recipe: Recipe) -> str:
     routing, compensation = content["routing"], content["compensation"]
     if routing["grouping"] == "contiguous":
         del routing["grouping"]
+    if not content["train"]["distill"]:
+        del content["train"]["distill"]
     if not compensation["mean"] and not compensation["rank"]:
         del content["compensation"]
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))

@@ -179,6 +179,10 @@ class TrainSection(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     temperature_start: Annotated[float, Field(gt=0)] = Field(2.0, description="Gumbel-softmax temperature, first step")
     temperature_end: Annotated[float, Field(gt=0)] = Field(0.5, description="Gumbel-softmax temperature, last step")
+    distill: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.0,
+        description="share of the objective that is the KL divergence from the dense model; the rest is the LM loss",
+    )
     seed: Annotated[int, Field(ge=0)] = 0
     compile: bool | Literal["auto"] = Field(
         "auto", description="torch.compile the decoder layer and the loss; auto = on a GPU (twice as fast there)"

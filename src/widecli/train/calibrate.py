@@ -12,6 +12,7 @@ from widecli.model.warm_start import WarmStart, closed_form
 from widecli.recipe.load import ResolvedRecipe
 from widecli.recipe.schema import Recipe
 from widecli.track.run import Run
+from widecli.train.grouping import set_up_groups
 from widecli.train.job import Job, Note, check_plan, load_material, set_up_patterns, text_batches
 from widecli.train.loop import Trainables
 from widecli.train.stage import Reporter, run_stage
@@ -35,7 +36,10 @@ def prepare(recipe: Recipe, recipe_hash: str, run: Run, note: Note, offline: boo
     plan, budget = check_plan(recipe, backbone)
     routed = RoutedModel.attach(backbone.model, plan, seed=recipe.train.seed)
     trainables = Trainables(
-        refit_patterns_every=set_up_patterns(routed, recipe.routing), fit_patterns_at=_bits_steps(recipe)
+        distill=recipe.train.distill,
+        compensation_learning_rate=recipe.compensation.learning_rate,
+        refit_patterns_every=set_up_patterns(routed, recipe.routing),
+        fit_patterns_at=_bits_steps(recipe),
     )
     return Job(recipe, recipe_hash, run, backbone, tokens, routed, budget, trainables, recipe.train.seed)
 
@@ -53,13 +57,22 @@ def warm_start_batches(job: Job) -> list[Batch]:
     )
 
 
+def _text_of(job: Job) -> str:
+    """Names backbone and text together; empty for a backbone that its weights do not name."""
+    identity = job.backbone.identity
+    if identity.weights_hash is None:
+        return ""
+    return f"{identity.config_hash}/{identity.weights_hash}/{job.tokens.identity}"
+
+
 def _start_routers(job: Job, reporter: Reporter) -> None:
     recipe, routed = job.recipe, job.routed
     calibrated = recipe.routing.warm_start == "closed_form"
     has_patterns = len(routed.codebooks) > 0 and not job.trainables.fit_patterns_at  # else they come later
+    batches = warm_start_batches(job)
+    set_up_groups(routed, batches, _text_of(job), recipe.train.seed, reporter.note)
     if not calibrated and not (has_patterns and recipe.routing.pattern_start == "converted"):
         return
-    batches = warm_start_batches(job)
     # without steps the start is the result, so it has to meet the budget itself
     share = recipe.budget.start_share if recipe.train.steps else 1.0
     if calibrated:

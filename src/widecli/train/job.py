@@ -19,6 +19,7 @@ from widecli.model import checkpoint
 from widecli.model.adapter import Adapter
 from widecli.model.backbone import Backbone, default_device, load_backbone, load_shape, resolve_dtype
 from widecli.model.budget import Budget
+from widecli.model.channel_order import present_order
 from widecli.model.patterns import each_codebook
 from widecli.model.plan import RoutingPlan
 from widecli.model.routed import RoutedModel
@@ -126,7 +127,14 @@ class Job:
         if adapter:
             extra[checkpoint.ADAPTER] = lambda path: adapter.save(path, self.backbone.identity.id)
         checkpoint.save(
-            directory, self.routed.routers, config, dump(self.recipe), extra, codebooks=self.routed.codebooks
+            directory,
+            self.routed.routers,
+            config,
+            dump(self.recipe),
+            extra,
+            codebooks=self.routed.codebooks,
+            compensations=self.routed.compensations,
+            order=present_order(self.routed.backbone),
         )
         state.drop_old_states([path for _, path in checkpoint.steps(self.run.checkpoints)])
 

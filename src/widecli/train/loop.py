@@ -65,8 +65,9 @@ class Trainables:
     routers: bool = True
     adapter: Adapter | None = None
     adapter_learning_rate: float = 0.0
-    distill: bool = False
+    distill: float = 0.0  # share of the objective that the divergence from the dense model makes
     refit_patterns_every: int | None = None  # steps; None = the codebooks stay, or learn where they have a latent
+    compensation_learning_rate: float = 3e-3
     fit_patterns_at: int = 0  # before this step groups decide by themselves, then patterns are fitted to them
 
 
@@ -100,15 +101,25 @@ class Trainer:
         self.adapter = trainables.adapter
         routed.routers.requires_grad_(trainables.routers)
         routed.codebooks.requires_grad_(trainables.routers)
+        routed.compensations.requires_grad_(trainables.routers)
         routers = dict(routed.routers.named_parameters()) if trainables.routers else {}
         learned = patterns.parameters(routed.codebooks) if trainables.routers else {}
+        substitutes = dict(routed.compensations.named_parameters()) if trainables.routers else {}
         adapted = self.adapter.named_parameters() if self.adapter else {}
-        self.parameters = {**routers, **learned, **{f"adapter.{name}": p for name, p in adapted.items()}}
+        self.parameters = {
+            **routers,
+            **learned,
+            **{f"compensation.{name}": p for name, p in substitutes.items()},
+            **{f"adapter.{name}": p for name, p in adapted.items()},
+        }
         groups: list[dict[str, Any]] = []
         if routers:
             groups.append({"params": list(routers.values()), "peak": settings.learning_rate})
         if learned:  # their size means nothing, their sign all
             groups.append({"params": list(learned.values()), "peak": settings.learning_rate, "weight_decay": 0.0})
+        if substitutes:  # a mean has no reason to be small
+            peak = trainables.compensation_learning_rate
+            groups.append({"params": list(substitutes.values()), "peak": peak, "weight_decay": 0.0})
         if adapted:
             groups.append({"params": list(adapted.values()), "peak": trainables.adapter_learning_rate})
         self.optimizer = torch.optim.AdamW(
@@ -324,9 +335,10 @@ class Trainer:
             lm = objective = next_token_loss(hidden, head, ids, valid, compiled=self.compiled) / predictions
             divergence = torch.zeros_like(lm)
         else:
-            sums = distillation_loss(hidden, teacher, head, ids, valid, compiled=self.compiled)
-            divergence, lm = (loss / predictions for loss in sums)
-            objective = divergence
+            sums = distillation_loss(
+                hidden, teacher, head, ids, valid, share=self.trainables.distill, compiled=self.compiled
+            )
+            objective, divergence, lm = (loss / predictions for loss in sums)
         trace = trace.summed(lambda counts: differentiable_total(self.ranks, counts))
         distance = self._budget_at(step).distance(trace) * share
         torch.autograd.backward(objective + self.budget.weight * distance)
@@ -353,11 +365,13 @@ class Trainer:
     def _check_gradients(self, waiting: Collection[str]) -> None:
         """Every trainable tensor must have got a gradient in its first step: a broken graph is silent otherwise.
 
-        The adapter's may be zero here and there: its A matrices start with B = 0, and a layer can skip a whole part.
+        The adapter's and the compensation's may be zero here and there: their A matrices start with B = 0, and a layer
+        can skip a whole part or nothing of it.
         Those `waiting`, patterns that are not in use yet, are asked later.
         """
         grads = {name: p.grad for name, p in self.parameters.items() if name in self._unchecked - set(waiting)}
-        missing = [n for n, g in grads.items() if g is None or not (n.startswith("adapter.") or bool(g.any()))]
+        may_be_zero = ("adapter.", "compensation.")
+        missing = [n for n, g in grads.items() if g is None or not (n.startswith(may_be_zero) or bool(g.any()))]
         adapted = [g for n, g in grads.items() if n.startswith("adapter.") and g is not None]
         if adapted and not any(bool(g.any()) for g in adapted):
             missing.append("the adapter")

@@ -64,7 +64,9 @@ def prepare(recipe: Recipe, start: Path, recipe_hash: str, run: Run, note: Note,
         routers=not section.freeze_routers,
         adapter=adapter,
         adapter_learning_rate=section.learning_rate,
-        distill=section.objective == "distill",
+        distill=1.0 if section.objective == "distill" else recipe.train.distill,
+        # as much below the first stage's as the routers' own
+        compensation_learning_rate=recipe.compensation.learning_rate,
         refit_patterns_every=refit_every,
     )
     return Job(recipe, recipe_hash, run, backbone, tokens, routed, budget, trainables, seed, origin)
