@@ -48,8 +48,9 @@ def cluster_channels(energy: Tensor, width: int, *, seed: int = 0, share: float 
     by_channel = shares.T.double().contiguous()
     generator = torch.Generator().manual_seed(seed)
     best: tuple[float, Tensor] | None = None
+    features = _features(by_channel, generator)
     for _ in range(starts):
-        order = _balanced_kmeans(_features(by_channel, generator), width, generator)
+        order = _balanced_kmeans(features, width, generator)
         captured, order = climb(by_channel, order, width, share)
         if best is None or captured > best[0]:
             best = captured, order

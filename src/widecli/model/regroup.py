@@ -88,15 +88,15 @@ class _Collector:
                 self.sums[index, part] = torch.zeros(0)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        mask = kwargs.get("attention_mask")
-        self.valid = mask
-        count = ids.numel() if mask is None else int(mask.bool().sum())
+        ids: Tensor | None = kwargs.get("input_ids", args[0] if args else None)
+        tokens = ids if ids is not None else kwargs["inputs_embeds"][..., 0]
+        self.valid = kwargs.get("attention_mask")
+        count = count_tokens([(tokens, self.valid)])
         # the places of `tokens` in `available`, evenly: where the whole part of the running quota steps up
         places = torch.arange(self.seen, self.seen + count)
         quota = places * self.tokens // self.available
         self.kept += len(self.picked)
-        self.picked = (quota != (places + 1) * self.tokens // self.available).nonzero().flatten().to(ids.device)
+        self.picked = (quota != (places + 1) * self.tokens // self.available).nonzero().flatten().to(tokens.device)
         self.seen += count
         self.waiting = set(self.sums)
 
