@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from widecli.model.compensation_fit import fit_compensations
 from widecli.model.pattern_fit import fit_codebooks, observe
 from widecli.model.routed import RoutedModel
 from widecli.model.thresholds import Batch, meet_budget
@@ -17,6 +18,8 @@ from widecli.train.job import Job, Note, check_plan, load_material, set_up_patte
 from widecli.train.loop import Trainables
 from widecli.train.stage import Reporter, run_stage
 
+_ROUNDS_ALONE = 2  # fits of the compensation where no step follows
+_PASSES_AFTER_FIT = 2  # of the threshold search; the first search was nearly right
 _WARM_START_SEED_OFFSET = 1_000_003  # text for the closed form: an order of its own
 
 
@@ -57,6 +60,16 @@ def warm_start_batches(job: Job) -> list[Batch]:
     )
 
 
+def _fit_compensations(job: Job, batches: list[Batch], share: float, note: Note) -> None:
+    """Fit what stands in for skipped groups to the routers of now, and the routers' thresholds to that."""
+    if not job.routed.substitutes:
+        return
+    note("fitting what stands in for skipped groups")
+    fit_compensations(job.routed, batches)
+    # it moves what later routers read: without a new search the start would skip anything but its budget
+    meet_budget(job.routed, batches, job.budget.scaled(share), passes=_PASSES_AFTER_FIT)
+
+
 def _text_of(job: Job) -> str:
     """Names backbone and text together; empty for a backbone that its weights do not name."""
     identity = job.backbone.identity
@@ -79,6 +92,8 @@ def _start_routers(job: Job, reporter: Reporter) -> None:
         settings = WarmStart.for_tokens(sum(ids.numel() for ids, _ in batches), share)
         with routed.bits():
             closed_form(routed, batches, job.budget, settings, lambda text: reporter.note(f"closed form: {text}"))
+            for _ in range(1 if recipe.train.steps else _ROUNDS_ALONE):
+                _fit_compensations(job, batches, share, reporter.note)
     if recipe.routing.pattern_start == "converted" and has_patterns:
         reporter.note("finding patterns")
         with routed.bits():
