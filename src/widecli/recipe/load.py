@@ -91,13 +91,11 @@ def resolve(
 def recipe_hash(recipe: Recipe) -> str:
     """First 8 hex digits of the SHA-256 of everything but `track`, `sweep` and `distributed`.
 
-    A `lora` section at its defaults and the pattern keys of other modes leave no trace: nothing reads them, and recipes
-    from before they existed keep their hash.
+    A `lora` section at its defaults leaves no trace: nothing reads it, and recipes from before it existed keep their
+    hash.
     """
     without = {"track", "sweep", "distributed"} | ({"lora"} if recipe.lora == LoraSection() else set())
     content = recipe.model_dump(mode="json", exclude=without)
-    if recipe.routing.mode != "patterns":
-        content["routing"] = {k: v for k, v in content["routing"].items() if not k.startswith("pattern_")}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:8]
 
