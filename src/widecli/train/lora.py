@@ -14,7 +14,7 @@ from widecli.model.routed import RoutedModel
 from widecli.recipe.load import ResolvedRecipe
 from widecli.recipe.schema import Recipe
 from widecli.track.run import Run
-from widecli.train.job import Job, Note, load_material, set_up_patterns
+from widecli.train.job import Job, Note, load_material
 from widecli.train.loop import Trainables
 from widecli.train.sharding import whole_sizes
 from widecli.train.stage import Reporter, run_stage
@@ -58,13 +58,11 @@ def prepare(recipe: Recipe, start: Path, recipe_hash: str, run: Run, note: Note,
     with whole_sizes(backbone.model, backbone.device):
         adapter = Adapter.new(backbone.model, section, seed)
     routed = RoutedModel.attach(backbone.model, config.plan)
-    refit_every = set_up_patterns(routed, recipe.routing, trained=not section.freeze_routers)
-    checkpoint.load_routing(start, routed)
+    checkpoint.load_routers(start, routed.routers)
     trainables = Trainables(
         routers=not section.freeze_routers,
         adapter=adapter,
         adapter_learning_rate=section.learning_rate,
         distill=section.objective == "distill",
-        refit_patterns_every=refit_every,
     )
     return Job(recipe, recipe_hash, run, backbone, tokens, routed, budget, trainables, seed, origin)
