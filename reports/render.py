@@ -34,7 +34,7 @@ HEAD = """# Measured results
 Written by `reports/render.py` from the records in this folder; no figure is typed by hand. Each row names its runs:
 `<folder>/calibrate-NAME` and `<folder>/eval-NAME` hold `summary.json`, `recipe.yaml` and `environment.json` (command,
 versions, device), the calibration also `metrics.jsonl`. `page/` is the page, and some of the plots, that `wide report
-reports/smollm2-h200-sweep reports/smollm2-h200-patterns reports/profile reports/kernels reports/scaling` makes of them.
+reports/smollm2-h200-sweep reports/smollm2-h200-patterns reports/profile reports/scaling` makes of them.
 
 A record made on a checkout with changes on top names the revision below them and `dirty`. The sweep and `scaling` ran
 the code of 8ca0ab6; `kernels/h200_patterns` and the `late` runs at S = 50 % that of 4d7c123; the profile `ttft` that of
@@ -213,19 +213,18 @@ def insert(path: Path, mark: str, text: str) -> None:
 
 
 def write_pages() -> None:
-    """What `wide report` makes of the records here: the sweep's tables, and the page and the READMEs' plots in `page`.
+    """What `wide report` makes of the records here: the sweep's tables, and the page and the README's plot in `page`.
 
-    Without matplotlib the plots stay as they are.
+    Without matplotlib the plot stays as it is.
     """
     with chdir(HERE.parent):  # paths in the page are as seen from there
-        sweep, whole, by_patterns = (
+        sweep, whole = (
             build([f"reports/{name}" for name in names])
-            for names in ((SWEEP,), (SWEEP, PATTERNS, "profile", "kernels", SCALING), (PATTERNS, "kernels"))
+            for names in ((SWEEP,), (SWEEP, PATTERNS, "profile", SCALING))
         )
     (HERE / SWEEP / "README.md").write_text(markdown_page(sweep))
     (HERE / "page" / "index.html").write_text(html_page(whole))
     draw_first(whole, "pareto-smollm2-135m-perplexity-wikitext2-flops", "pareto.png")
-    draw_first(by_patterns, "pareto-smollm2-135m-perplexity-wikitext2-ffn-time", "ffn_time.png")
 
 
 def draw_first(report: Report, name: str, picture: str) -> None:

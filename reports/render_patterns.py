@@ -1,4 +1,4 @@
-"""Tables of the runs whose tokens pick patterns, beside the ones whose groups decide by themselves."""
+"""Tables of the runs whose tokens picked patterns, beside the ones whose groups decide by themselves."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from render_kernels import table
 
 HEAD = """## Patterns, SmolLM2-135M on one H200
 
-The text, steps (300) and sizes of the first section. `b16` and `b64`: every group of 16 or 64 channels decides by
+Measured with versions until 0.1, which had `routing.mode=patterns`: a token picks one of a few patterns of a layer's
+groups. The text, steps (300) and sizes of the first section. `b16` and `b64`: every group of 16 or 64 channels decides by
 itself; `cG-CxP`: the seed-0 run of these converted by `wide patterns --size C --segments P --tokens 32768` without
 training; `p16` and `p64`: trained with C = 64 patterns, fitted at the start and in use from the first step, or
 (`after8`) fitted after 8 tenths of the steps to what groups decide by themselves until then; then fixed, learned by
-gradient, or fitted again every 50 steps. `late` is the recipe as it is now, `after8-learned` with patterns that keep
+gradient, or fitted again every 50 steps. `late` is the recipe as it ended, `after8-learned` with patterns that keep
 the massive groups of the tokens that take them; before, one of four runs (`outvoted`, folder `smollm2-h200-outvoted`)
 lost those of the first tokens in one layer. Its S = 25 % ran before the change. Patterns for the FFN only: three head
 groups have all eight. Several seeds: mean ± standard deviation. Folder: `smollm2-h200-patterns`.
@@ -23,9 +24,8 @@ groups have all eight. Several seeds: mean ± standard deviation. Folder: `smoll
 PICTURE = """
 ![Perplexity against measured FFN time, for bits and patterns](page/ffn_time.png)
 
-The same rows against what their decisions cost: the time of an FFN in Llama-3.1-8B shapes, from `kernels/`, as a share
-of dense, where G and C were timed. The [page](page/index.html) has the table, what was not timed, and the rule by which
-rows and times are joined.
+The same rows against what their decisions cost, drawn by widecli 0.1: the time of an FFN in Llama-3.1-8B shapes, from
+`kernels/`, as a share of dense, where G and C were timed and the model runs about the share of its FFN that was timed.
 """
 Runs = Mapping[str, dict[str, Any]]
 

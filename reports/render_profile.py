@@ -36,7 +36,7 @@ PARTS = {
     "o": "O",
     "gate_up": "gate and up",
     "down": "down",
-    "ffn": "gate, up and down in one operator",
+    "ffn": "gate, up and down in one operator",  # of patterns, until 0.1
     "lm_head": "LM head",
     "statistics": "counting what was skipped",
     "other": "other",
@@ -287,11 +287,13 @@ def short(records: list[Record]) -> str:
     """What the project's README shows: dense, routed at about half skipped, nothing skipped, transformers.
 
     A row is one run: what stands in it was measured in turns. Of random masks those of one width where that was
-    measured, of learned ones single sequences; runs over many shares have a table of their own.
+    measured, of learned ones single sequences; runs over many shares have a table of their own. Patterns are no more.
     """
     found: dict[tuple[Any, ...], dict[str, Any]] = defaultdict(dict)
     among_several = {r.summary["model"] for r in records for p in r.points if p["group_size"] == _README_GROUP_SIZE}
     for record, point in _everything([record for record in records if not _is_curve(record)]):
+        if point.get("patterns"):
+            continue
         if point["masks"] == "learned":
             if point["batch"] > 1:
                 continue

@@ -11,7 +11,7 @@ import torch
 from render_kernels import table
 
 from widecli.model.backbone import resolve_dtype
-from widecli.recipe.schema import Recipe
+from widecli.recipe.load import load_text
 from widecli.report.find import find_runs
 from widecli.report.scaling import TENTH, ScalingPoint, on_one_card, scaling_points
 from widecli.train.scaling import LAYOUTS, estimated
@@ -108,7 +108,7 @@ def scaling(folder: Path) -> str:
 def _expected(folder: Path, point: ScalingPoint) -> float:
     """Bytes of a card, as `--dry-run` estimates them."""
     document = json.loads((folder / Path(point.document).name).read_text())
-    recipe = Recipe.model_validate(document["recipe"])
+    recipe = load_text(json.dumps(document["recipe"]), point.document)
     layout = next(layout for layout in LAYOUTS if layout.name == point.layout)
     dtype = resolve_dtype(recipe.model.dtype, torch.device("cuda"))
     return estimated(recipe, layout, dtype, point.cards).memory_bytes

@@ -9,6 +9,7 @@ from typing import Any
 from widecli.evaluate.protocol import PAPER_TASKS
 from widecli.ranks import Ranks
 from widecli.recipe.load import dump, recipe_hash, resolve
+from widecli.recipe.retired import PATTERN_KEYS
 from widecli.track.summary import completed
 from widecli.train.speed import document_of
 
@@ -42,16 +43,25 @@ def backbone(model: str) -> dict[str, Any]:
 def settings(
     sparsity: float, group_size: int, mode: str, seed: int, changes: tuple[str, ...] = (), patterns: int | None = None
 ) -> dict[str, Any]:
-    """The parts of a summary and the recipe that one configuration has."""
-    keys = [f"routing.ffn_group_size={group_size}", f"routing.mode={mode}", f"budget.sparsity={sparsity}"]
+    """The parts of a summary and the recipe that one configuration has; patterns as versions until 0.1 stored them."""
+    runs = "wide" if mode == "patterns" else mode
+    keys = [f"routing.ffn_group_size={group_size}", f"routing.mode={runs}", f"budget.sparsity={sparsity}"]
     recipe = resolve(None, [*keys, f"train.seed={seed}", *changes]).recipe
     return {
-        "recipe": dump(recipe),
+        "recipe": dump(recipe)
+        if mode == runs
+        else with_pattern_keys(dump(recipe).replace("mode: wide", f"mode: {mode}")),
         "hash": recipe_hash(recipe),
         "plan": {**PLAN, "ffn_group_size": group_size, "mode": mode}
         | ({"patterns": {"count": patterns, "segments": 1, "parts": "ffn"}} if patterns else {}),
         "steps": recipe.train.steps,
     }
+
+
+def with_pattern_keys(recipe: str) -> str:
+    """The text of a stored recipe as versions until 0.1 wrote it."""
+    lines = [f"  {key.removeprefix('routing.')}: {value}\n" for key, value in PATTERN_KEYS.items()]
+    return recipe.replace("  layers:", f"{''.join(lines)}  layers:", 1)
 
 
 def skipped(sparsity: float) -> dict[str, Any]:
@@ -250,29 +260,4 @@ def write_training_speed(
     recipe = resolve(None, [*keys, *changes]).recipe
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document_of(recipe, 4, results, Ranks(size=cards)), indent=2))
-    return path
-
-
-def ffn_record(
-    group_size: int, routed: float, *, patterns: int | None = None, bits: float | None = None, **changes: Any
-) -> dict[str, Any]:
-    """A whole FFN as `wide_kernels.benchmarks.measure.measured` records it; dense takes 10 ms."""
-
-    def times(p50: float) -> dict[str, float]:
-        return {"p50_ms": p50, "p90_ms": 1.1 * p50, "min_ms": 0.9 * p50, "n": 8}
-
-    baselines = {"dense ffn": times(10.0)} | ({} if bits is None else {"independent bits": times(bits)})
-    kind = {"masks": "random", "dtype": "bf16"}
-    if patterns is not None:
-        kind = {"patterns": patterns, "frequency": "even", "waste": 0.1, "dtype": "bfloat16"}
-    sizes = {"op": "ffn", "model": "llama-3.1-8b", "rows": 16384, "group_size": group_size, "density": 0.5}
-    return {**kind, **sizes, "routed": times(routed), "baselines": baselines, "best_dense": "dense ffn", **changes}
-
-
-def write_kernels(path: Path, results: list[dict[str, Any]]) -> Path:
-    """A document of `python -m wide_kernels.bench`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    environment = {"gpu": "NVIDIA H200", "torch": "2.11", "revision": None, "arguments": ["--patterns"]}
-    document = {"schema": "wide_kernels.bench/1", "environment": environment, "checks": {"done": 1, "wrong": []}}
-    path.write_text(json.dumps({**document, "results": results}, indent=1))
     return path

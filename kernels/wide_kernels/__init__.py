@@ -1,10 +1,8 @@
 """Operators that make skipping pay. They know tensors and masks, nothing about models.
 
 A mask is bool [T, N_G], True = execute: token t runs group g. `route_layout(mask)` sorts it once for every operator
-that shares the decision; for a few rows (decode) the GEMMs take `mask=` and need no layout. Where tokens choose among
-patterns of groups, `pattern_layout(ids, patterns)` takes its place, and tiles need no scatter. `gated_mlp` is a whole
-MLP, which patterns make a pair of kernels of its own. Importing this package imports neither torch nor triton: a name
-is loaded when it is first used.
+that shares the decision; for a few rows (decode) the GEMMs take `mask=` and need no layout. Importing this package
+imports neither torch nor triton: a name is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -19,56 +17,42 @@ if TYPE_CHECKING:
     from wide_kernels.attention_prefill.launch import attention_prefill
     from wide_kernels.dispatch import Explanation, available_backends, explain
     from wide_kernels.errors import UnsupportedError
-    from wide_kernels.gated_mlp.launch import gated_mlp
     from wide_kernels.gemm_k.launch import gemm_k
     from wide_kernels.gemm_mn.launch import gated_mlp_up, gemm_mn
     from wide_kernels.layout import RouteLayout, route_layout
     from wide_kernels.norm_route.launch import norm_route
-    from wide_kernels.norm_route.patterns import norm_route_patterns
     from wide_kernels.norm_route.pieces import in_pieces
-    from wide_kernels.pattern_layout import PatternLayout, pattern_layout
-    from wide_kernels.similar import similar_order
 
 __all__ = [
     "Explanation",
-    "PatternLayout",
     "RouteLayout",
     "UnsupportedError",
     "attention_decode",
     "attention_prefill",
     "available_backends",
     "explain",
-    "gated_mlp",
     "gated_mlp_up",
     "gemm_k",
     "gemm_mn",
     "in_pieces",
     "norm_route",
-    "norm_route_patterns",
-    "pattern_layout",
     "route_layout",
-    "similar_order",
 ]
 
 _HOMES = {
     "Explanation": "dispatch",
-    "PatternLayout": "pattern_layout",
     "RouteLayout": "layout",
     "UnsupportedError": "errors",
     "attention_decode": "attention_decode.launch",
     "attention_prefill": "attention_prefill.launch",
     "available_backends": "dispatch",
     "explain": "dispatch",
-    "gated_mlp": "gated_mlp.launch",
     "gated_mlp_up": "gemm_mn.launch",
     "gemm_k": "gemm_k.launch",
     "gemm_mn": "gemm_mn.launch",
     "in_pieces": "norm_route.pieces",
     "norm_route": "norm_route.launch",
-    "norm_route_patterns": "norm_route.patterns",
-    "pattern_layout": "pattern_layout",
     "route_layout": "layout",
-    "similar_order": "similar",
 }
 
 

@@ -121,12 +121,7 @@ def prepare(arguments: argparse.Namespace) -> Outcome:
     from wide_kernels.benchmarks.tune import tune_tasks
 
     tasks: list[Callable[[], Outcome]] = []
-    if arguments.patterns:
-        from wide_kernels.benchmarks.pattern_bench import pattern_points, warm_tasks
-
-        if not arguments.check_only:
-            tasks += warm_tasks(pattern_points(arguments, DTYPES[arguments.dtype]), pattern_ops(arguments))
-    elif arguments.tune:
+    if arguments.tune:
         for kernel, sizes in tuning_points(arguments):
             tasks += tune_tasks(kernel, sizes)
     elif not arguments.check_only:
@@ -135,16 +130,8 @@ def prepare(arguments: argparse.Namespace) -> Outcome:
         plain = [replace(sizes, recorded=None) for sizes in distinct.values()]
         tasks += [WarmTask(sizes, frozenset({op})) for sizes in plain for op in arguments.ops if op in FFN_OPS]
         tasks += [WarmTask(sizes) for sizes in attention_points(arguments)]
-    tasks += check_tasks([DTYPES[name] for name in arguments.checked], arguments.patterns)
+    tasks += check_tasks([DTYPES[name] for name in arguments.checked])
     return run_all(tasks, usual_workers() if arguments.workers is None else arguments.workers)
-
-
-def pattern_ops(arguments: argparse.Namespace) -> set[str]:
-    """What `--patterns` times; its layout and its choice stand for those of bits."""
-    from wide_kernels.benchmarks.pattern_cases import PATTERN_OPS
-
-    renamed = {"route_layout": "pattern_layout", "norm_route": "norm_route_patterns"}
-    return {renamed.get(op, op) for op in arguments.ops} & set(PATTERN_OPS)
 
 
 def tuning_points(arguments: argparse.Namespace) -> list[tuple[str, Sizes]]:
@@ -243,9 +230,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--points", nargs="+", type=point, metavar="T,G,DENSITY", help="instead of the built-in grid")
     parser.add_argument("--masks", type=Path, help="safetensors file of recorded masks, bool [T, N_G]")
-    parser.add_argument("--patterns", action="store_true", help="tokens that choose among patterns, not mask by mask")
-    parser.add_argument("--counts", nargs="+", type=int, default=[64, 256, 16], metavar="C", help="numbers of patterns")
-    parser.add_argument("--histogram", type=Path, help="JSON list: how often each pattern was taken, of any length")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--rounds", type=int, default=20, help="timed calls of each candidate (default 20)")
     parser.add_argument(
@@ -262,10 +246,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, help="processes that check and compile ahead; 0: none but this one")
     parser.add_argument("--out", type=Path, help="write the JSON record here instead of to stdout")
     arguments = parser.parse_args()
-    if min(arguments.counts) < 1:
-        parser.error(f"--counts must be at least 1, got {min(arguments.counts)}")
-    if arguments.patterns and (arguments.tune or arguments.masks):
-        parser.error("--patterns makes its own decisions and tunes nothing; leave --tune and --masks out")
     if arguments.save and not arguments.tune:
         parser.error("--save keeps what --tune finds; name kernels with --tune")
     return arguments
@@ -302,17 +282,6 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         if arguments.save:
             path = save(timed)
             say("nothing beat the built-in configurations" if path is None else f"the launchers now take {path}")
-        return document
-    if arguments.patterns:
-        from wide_kernels.benchmarks import pattern_bench
-
-        say(pattern_bench.HEADER)
-        document["results"] = found = []
-        where, ops = pattern_bench.pattern_points(arguments, DTYPES[arguments.dtype]), pattern_ops(arguments)
-        for record in pattern_bench.measure_patterns(where, ops, arguments.rounds, deadline):
-            found.append(record)
-            say(pattern_bench.pattern_row(record))
-        document["seconds"] = round(time.monotonic() - started, 1)
         return document
     from wide_kernels.benchmarks import targets
 

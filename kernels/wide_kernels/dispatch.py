@@ -47,15 +47,12 @@ TRITON_VERSION = _triton_version()  # read once: a traced call must not open fil
 # Operator -> the module with `<operator>_problem`, and the backends that exist for it.
 OPERATORS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "route_layout": ("wide_kernels.layout", ("triton", "torch")),
-    "pattern_layout": ("wide_kernels.pattern_layout", ("triton", "torch")),
     "gemm_mn": ("wide_kernels.gemm_mn.launch", ("gluon", "triton", "torch")),
     "gated_mlp_up": ("wide_kernels.gemm_mn.launch", ("gluon", "triton", "torch")),
-    "gated_mlp": ("wide_kernels.gated_mlp.launch", ("gluon", "triton", "torch")),
     "gemm_k": ("wide_kernels.gemm_k.launch", ("gluon", "triton", "torch")),
     "attention_prefill": ("wide_kernels.attention_prefill.launch", ("gluon", "triton", "torch")),
     "attention_decode": ("wide_kernels.attention_decode.launch", ("gluon", "triton", "torch")),
     "norm_route": ("wide_kernels.norm_route.launch", ("triton", "torch")),
-    "norm_route_patterns": ("wide_kernels.norm_route.patterns", ("triton", "torch")),
 }
 
 

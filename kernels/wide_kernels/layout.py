@@ -11,7 +11,6 @@ from torch import Tensor
 from wide_kernels.checks import mask_sizes, same_device, same_size
 from wide_kernels.dispatch import Problem, choose
 from wide_kernels.errors import UnsupportedError
-from wide_kernels.pattern_layout import PatternLayout
 
 
 @dataclass(frozen=True, eq=False)  # tensors have no one truth value: a layout equals itself
@@ -62,9 +61,7 @@ def decision(op: str, first: Tensor, layout: RouteLayout | None, mask: Tensor | 
             f"{op}: give either a layout or mask=, {'not both' if mask is not None else 'one of them'}"
         )
     if layout is not None and not isinstance(layout, RouteLayout):
-        raise UnsupportedError(
-            f"{op}: the layout must be a RouteLayout or a PatternLayout, got {type(layout).__name__}; see route_layout"
-        )
+        raise UnsupportedError(f"{op}: the layout must be a RouteLayout, got {type(layout).__name__}; see route_layout")
     if not isinstance(always, int) or always < 0:
         raise UnsupportedError(f"{op}: always is how many groups come behind those of mask=, got {always!r}")
     if always and layout is not None:
@@ -75,19 +72,6 @@ def decision(op: str, first: Tensor, layout: RouteLayout | None, mask: Tensor | 
     same_device(op, first, "the mask", chosen)
     same_size(op, "the mask's number of rows", rows, first.shape[0])
     return chosen
-
-
-def decision_groups(
-    op: str, first: Tensor, layout: RouteLayout | PatternLayout | None, mask: Tensor | None, always: int = 0
-) -> int:
-    """All groups of the decision of the call, whose form and rows are checked."""
-    if not isinstance(layout, PatternLayout):
-        return decision(op, first, layout, mask, always).shape[1] + always
-    if mask is not None or always:
-        raise UnsupportedError(f"{op}: give either a layout or mask=, not both; always goes with mask=")
-    same_device(op, first, "the layout", layout.ids)
-    same_size(op, "the layout's number of rows", layout.rows, first.shape[0])
-    return layout.groups
 
 
 def extended(mask: Tensor, always: int) -> Tensor:

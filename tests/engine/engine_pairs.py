@@ -22,7 +22,7 @@ class Pair:
         if routed is None:
             self.engine = InferenceModel.from_dense(model)
         else:
-            self.engine = InferenceModel.from_routed(model, routed.plan, routed.routers, codebooks=routed.codebooks)
+            self.engine = InferenceModel.from_routed(model, routed.plan, routed.routers)
 
     @torch.no_grad()
     def reference(self, ids: Tensor) -> Tensor:

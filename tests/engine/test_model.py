@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from widecli.engine.session import PREFILL_CHUNK_TOKENS, prefill_chunks
 from widecli.errors import UsageError
 from widecli.model import checkpoint
 from widecli.model.backbone import load_backbone
-from widecli.model.plan import PARTS, PatternPlan
+from widecli.model.plan import PARTS
 from widecli.model.routed import RoutedModel
 from widecli.recipe.load import dump, load_text
 
@@ -93,12 +92,9 @@ def test_a_chunk_of_no_tokens_is_refused(chunk: int) -> None:
         make_pair(routed=False).engine.session(1, 8).prefill(random_ids(1, 4), chunk=chunk)
 
 
-@pytest.mark.parametrize("plan", [{}, {"mode": "patterns", "patterns": PatternPlan(3, 1, "ffn")}])
-def test_whole_projections_of_some_hundred_rows_give_what_routed_ones_give(
-    plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_projections_of_some_hundred_rows_give_what_routed_ones_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 x 80 rows, padding among them; then once more with every projection routed."""
-    pair = make_pair(routed=True, plan=plan, max_position_embeddings=128)
+    pair = make_pair(routed=True, max_position_embeddings=128)
     ids, lengths = padded([random_ids(1, length, seed=length)[0] for length in (80, 71)])
     assert ids.numel() in layer.DENSE_PROJECTIONS
     whole = pair.engine.session(2, 100).prefill(ids, lengths)
@@ -228,8 +224,7 @@ def test_a_profiler_sees_the_parts_of_a_step() -> None:
     with named_ranges(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         session.decode()
     counts = {e.key: e.count for e in profile.key_averages() if e.key.startswith("wide::")}
-    # `ffn` is what patterns run as one operator
-    assert set(counts) == {f"wide::{name}" for name in RANGES if name != "ffn"}
+    assert set(counts) == {f"wide::{name}" for name in RANGES}
     assert counts["wide::norm_route"] == 4 and counts["wide::down"] == 2 and counts["wide::lm_head"] == 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from tiny_models import random_ids, shake_routers, tiny_model
 from widecli.engine.generate import generate, open_session
 from widecli.engine.model import InferenceModel
 from widecli.engine.routing import RandomMasks
-from widecli.model.plan import PatternPlan, RoutingPlan
+from widecli.model.plan import RoutingPlan
 from widecli.model.routed import RoutedModel
 
 pytestmark = [
@@ -23,9 +22,6 @@ pytestmark = [
 ]
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
 PLAN = RoutingPlan(attention_group_size=4, ffn_group_size=64, rank=16)
-PATTERNS = dataclasses.replace(PLAN, mode="patterns", patterns=PatternPlan(12))
-SEGMENTS = dataclasses.replace(PLAN, mode="patterns", patterns=PatternPlan(5, 2))
-PLANS = {"routed": PLAN, "patterns": PATTERNS, "segments": SEGMENTS}
 
 
 def big_enough(dtype: torch.dtype, family: str = "llama") -> Any:
@@ -33,20 +29,18 @@ def big_enough(dtype: torch.dtype, family: str = "llama") -> Any:
     return tiny_model(family, **{**SIZES, "initializer_range": 0.08, "max_position_embeddings": 256}).to("cuda", dtype)
 
 
-def routed_model(
-    dtype: torch.dtype, family: str = "llama", plan: RoutingPlan = PLAN
-) -> tuple[RoutedModel, InferenceModel]:
+def routed_model(dtype: torch.dtype, family: str = "llama") -> tuple[RoutedModel, InferenceModel]:
     model = big_enough(dtype, family)
-    routed = RoutedModel.attach(model, plan)
+    routed = RoutedModel.attach(model, PLAN)
     shake_routers(routed)
-    return routed, InferenceModel.from_routed(model, plan, routed.routers, codebooks=routed.codebooks)
+    return routed, InferenceModel.from_routed(model, PLAN, routed.routers)
 
 
-@pytest.fixture(params=["dense", *PLANS])
+@pytest.fixture(params=["dense", "routed"])
 def engine(request: pytest.FixtureRequest) -> InferenceModel:
     if request.param == "dense":
         return InferenceModel.from_dense(big_enough(torch.bfloat16))
-    return routed_model(torch.bfloat16, plan=PLANS[request.param])[1]
+    return routed_model(torch.bfloat16)[1]
 
 
 def test_dense_rows_of_the_library_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,33 +106,12 @@ def test_no_weight_of_a_group_that_nobody_runs_is_read() -> None:
     assert session.decode().isfinite().all()
 
 
-@pytest.mark.parametrize("plan", [PATTERNS, SEGMENTS], ids=["patterns", "segments"])
-def test_no_weight_of_a_group_that_no_pattern_runs_is_read(plan: RoutingPlan) -> None:
-    routed, _ = routed_model(torch.bfloat16, plan=plan)
-    for made in routed.codebooks.values():
-        bits = made["ffn"].bits.clone()  # type: ignore[index]
-        bits[0, :, 0] = False
-        made["ffn"].set_bits(bits)  # type: ignore[index]
-    for layer in routed.decoder_layers():
-        layer.mlp.gate_proj.weight.data[:64] = torch.nan
-        layer.mlp.up_proj.weight.data[:64] = torch.nan
-        layer.mlp.down_proj.weight.data[:, :64] = torch.nan
-    engine = InferenceModel.from_routed(routed.backbone, plan, routed.routers, codebooks=routed.codebooks)
-    session = engine.session(2, 160)
-    assert session.prefill(random_ids(2, 150)).isfinite().all()
-    assert session.decode().isfinite().all()
-
-
 @pytest.mark.parametrize("batch", [1, 2])  # one row has launches of its own, which overlap
-@pytest.mark.parametrize(
-    ("family", "plan"),
-    [(family, plan) for family in ("llama", "qwen2", "qwen3", "smollm3") for plan in (None, PLAN)]
-    + [("llama", PATTERNS), ("llama", SEGMENTS)],
-    ids=lambda value: value if isinstance(value, str) else next((k for k, v in PLANS.items() if v is value), "dense"),
-)
-def test_fp32_agrees_with_the_hugging_face_path(family: str, plan: RoutingPlan | None, batch: int) -> None:
-    if plan is not None:
-        attached, engine = routed_model(torch.float32, family, plan)
+@pytest.mark.parametrize("routed", [False, True], ids=["dense", "routed"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm3"])
+def test_fp32_agrees_with_the_hugging_face_path(family: str, routed: bool, batch: int) -> None:
+    if routed:
+        attached, engine = routed_model(torch.float32, family)
         model: Any = attached.backbone
     else:
         model = big_enough(torch.float32, family)

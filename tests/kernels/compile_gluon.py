@@ -18,11 +18,8 @@ from wide_kernels.attention_decode import configs as decode_configs
 from wide_kernels.attention_decode import gluon as decode_kernels
 from wide_kernels.gemm_k import configs as k_configs
 from wide_kernels.gemm_k import gluon as k_kernels
-from wide_kernels.gemm_k import pattern_gluon as k_patterns
 from wide_kernels.gemm_mn import configs as mn_configs
 from wide_kernels.gemm_mn import gluon as mn_kernels
-from wide_kernels.gemm_mn import pattern_gluon as mn_patterns
-from wide_kernels.pattern_layout import TILE_ROWS
 
 D, F, T = 4096, 14336, 16384
 OPTIONS = ("num_warps", "maxnreg")
@@ -83,32 +80,6 @@ def gemm_k(width: int, stages: int, buffers: int) -> tuple[Any, dict[str, str], 
     return k_kernels.persistent_kernel, types, values | config
 
 
-def pattern_mn(width: int, gated: bool, packed: bool) -> tuple[Any, dict[str, str], dict[str, Any]]:
-    """The same of GEMM-MN for patterns."""
-    config = mn_patterns.pattern_config(T, width, gated, torch.bfloat16)
-    del config["BAND"]
-    box = f"tensordesc<bf16[{config['BOX']}, {config['BK']}],{mn_kernels.SHARED.value!r}>"
-    types = dict.fromkeys(("x", "bias", "out"), "*bf16") | dict.fromkeys(("weight", "weight_up"), box)
-    types |= dict.fromkeys(("order", "classed", "chunks", "ids", "mixed"), "*i32") | {"patterns": "*u8"}
-    types |= dict.fromkeys(("rows", "tiles", "stride_units"), "i32")
-    values = {"N": F, "K": D, "G": width, "GATED": gated, "HAS_BIAS": not gated, "PACKED": packed}
-    return mn_patterns.pattern_kernel, types, values | {"ACTIVATION": "silu" if gated else "relu"} | config
-
-
-def packed_k(width: int, by_channel: bool, residual: bool) -> tuple[Any, dict[str, str], dict[str, Any]]:
-    """The same of GEMM-K for packed rows, the weight [K, N] or else [N, K]."""
-    config = k_patterns.packed_config(T, D, width, torch.bfloat16)
-    layout = mn_kernels.SHARED.value
-    box = (config["DEPTH"], config["BN"]) if by_channel else (config["BN"], k_configs.CHANNEL_STEP)
-    types = dict.fromkeys(("residual", "out"), "*bf16")
-    types |= dict.fromkeys(("order", "classed", "counts", "ranked"), "*i32")
-    types |= dict.fromkeys(("rows", "row_tiles"), "i32")
-    types["packed"] = f"tensordesc<bf16[{TILE_ROWS}, {k_configs.CHANNEL_STEP}],{layout!r}>"
-    types["weight"] = f"tensordesc<bf16[{box[0]}, {box[1]}],{layout!r}>"
-    values = {"N": D, "G": width, "N_G": F // width, "HAS_RESIDUAL": residual, "BY_CHANNEL": by_channel}
-    return k_patterns.packed_kernel, types, values | config
-
-
 def attention_decode(dtype: str, size: int, shared: int, batch: int) -> tuple[Any, dict[str, str], dict[str, Any]]:
     """The same of decode attention with 8 KV heads of `size`, each of which `shared` query heads share."""
     config = decode_configs.hopper_config(torch.device("cpu")) | {"PROGRAMS": 132, "SLOTS": 128}
@@ -126,10 +97,6 @@ def main() -> None:
     kernels = {f"gemm_mn {width}": gemm_mn(width, False, "bf16") for width in (16, 128, 256)}
     kernels |= {f"gated_mlp_up {width}": gemm_mn(width, True, "fp16") for width in (64, 128)}
     kernels |= {f"gemm_k {width}": gemm_k(width, *ring) for width, ring in ((64, (4, 1)), (128, (3, 2)), (512, (3, 2)))}
-    kernels |= {f"pattern gated {width}": pattern_mn(width, True, packed=width == 128) for width in (16, 128)}
-    kernels |= {"pattern mn 16": pattern_mn(16, False, packed=False)}
-    kernels |= {f"packed k {width}": packed_k(width, True, residual=width == 32) for width in (16, 32, 128)}
-    kernels |= {"packed k by column": packed_k(128, False, residual=True)}
     decode = {"bf16 128": ("bf16", 128, 4, 1), "fp16 128": ("fp16", 128, 4, 16), "bf16 64": ("bf16", 64, 3, 2)}
     kernels |= {f"attention_decode {name}": attention_decode(*sizes) for name, sizes in decode.items()}
     found = {name: compiled(*kernel) for name, kernel in kernels.items()}

@@ -17,26 +17,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from wide_kernels import compaction, pattern_classes, pattern_sorting
+from wide_kernels import compaction
 from wide_kernels.attention_decode import triton as decode_kernels
 from wide_kernels.attention_prefill import configs as prefill_configs
 from wide_kernels.attention_prefill import triton as prefill_kernels
 from wide_kernels.gemm_k import configs as k_configs
 from wide_kernels.gemm_k import few_rows as k_few
 from wide_kernels.gemm_k import one_row as k_one
-from wide_kernels.gemm_k import packing, sorting
-from wide_kernels.gemm_k import pattern_triton as k_patterns
+from wide_kernels.gemm_k import sorting
 from wide_kernels.gemm_k import triton as k_kernels
 from wide_kernels.gemm_k.segments import TILE_ROWS
 from wide_kernels.gemm_mn import configs as mn_configs
 from wide_kernels.gemm_mn import few_rows as mn_few
 from wide_kernels.gemm_mn import one_row as mn_one
-from wide_kernels.gemm_mn import pattern_triton as mn_patterns
 from wide_kernels.gemm_mn import triton as mn_kernels
 from wide_kernels.norm_route import configs as norm_configs
 from wide_kernels.norm_route import few_rows as norm_rows
 from wide_kernels.norm_route import triton as norm_kernels
-from wide_kernels.pattern_layout import HALF_ROWS
 
 D, F, G, T, RANK = 4096, 14336, 128, 16384, 32
 GROUPS = F // G
@@ -140,10 +137,9 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
         )
     norm: dict[str, Any] = {"D": D, "R": RANK, "RP": RANK, "NORMALISED": True, "TAP_EPS": 1e-6, "HALVES": "both"}
     norm["PARTS"] = 1 if dtype is torch.float32 else 2
-    norm_types = "{x} {x} {w1} *fp32 *fp32 *fp32 *i32 *u8 *fp32 *fp32 {x} *i32 *u8 *i32 i32 fp32"
-    row_types = "{x} {x} {w1} *fp32 *fp32 *fp32 *i32 *u8 *i32 {x} *i32 *u8 i32 fp32"
-    no_patterns = {"C": 0, "NUMBERED": 0, "WIDTH": 0, "BW": 16}
-    in_pieces = dtype is not torch.float32
+    norm["N_G"] = GROUPS
+    norm_types = "{x} {x} {w1} *fp32 *fp32 *fp32 *fp32 *fp32 {x} *u8 *i32 i32 fp32"
+    row_types = "{x} {x} {w1} *fp32 *fp32 *fp32 *i32 {x} *u8 i32 fp32"
     for rows in (1, T):
         one = norm_configs.row_config(rows, D, RANK, dtype, ANYWHERE)
         words = {"EARLY": True, "WORDS": 2080}
@@ -152,17 +148,14 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
         found[f"norm_route {rows}"] = (
             norm_rows.row_kernel if one else norm_kernels.chunk_kernel,
             (row_types if one else norm_types).format(x=p, w1="*fp32"),
-            norm | {"N_G": GROUPS, "SEGMENTS": 0} | no_patterns | chunk,
+            norm | chunk,
         )
-        picked: dict[str, Any] = {"N_G": 0, "SEGMENTS": 2, "C": 200, "BG": norm_configs.PATTERNS_AT_ONCE}
-        picked |= no_patterns | {"C": 200}
-        if rows == 1:
-            picked |= {"NUMBERED": 201, "WIDTH": GROUPS // 2, "BW": 64}
-        found[f"norm_route_patterns {rows}"] = (
-            norm_rows.row_kernel if one else norm_kernels.chunk_kernel,
-            (row_types if one else norm_types).format(x=p, w1=p if in_pieces else "*fp32"),
-            norm | {"PARTS": 3 if in_pieces else 1} | chunk | picked,
-        )
+        if dtype is not torch.float32:
+            found[f"norm_route in pieces {rows}"] = (
+                norm_rows.row_kernel if one else norm_kernels.chunk_kernel,
+                (row_types if one else norm_types).format(x=p, w1=p),
+                norm | {"PARTS": 3} | chunk,
+            )
     return found
 
 
@@ -203,36 +196,6 @@ def engine_kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, An
             steps.project_kernel,
             f"{p} {p} {p} *u8 {places}",
             sizes | mn_one.vector_config(D, 128, False, dtype, ANYWHERE) | heads,
-        )
-    return found
-
-
-def pattern_kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
-    """Products of tokens that follow patterns of narrow groups and of wide ones."""
-    p = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
-    shared: dict[str, Any] = {"BM": TILE_ROWS, "HALF": HALF_ROWS, "PRECISION": "ieee" if p == "*fp32" else "tf32"}
-    layout = "*i32 *u8 *i32 *i32 *i32 *i32"
-    found: dict[str, tuple[Any, str, dict[str, Any]]] = {
-        "transpose": (packing.transpose_kernel, f"{p} {p} i32 i32 i32", {"BLOCK": 64})
-    }
-    for gated in (False, True):
-        values = shared | {"N": F, "K": D, "G": 16, "HAS_BIAS": not gated, "GATED": gated, "ACTIVATION": "silu"}
-        found[f"tile_patterns_mn gated={gated}"] = (
-            mn_patterns.pattern_kernel,
-            f"{p} {p} {p} {p} {p} {layout} i32 i32",
-            values | mn_configs.pattern_config(T, D, F, 16, gated, dtype),
-        )
-    for width in (16, 128):
-        found[f"pack {width}"] = (
-            packing.pack_kernel,
-            f"{p} *i32 *i32 *i32 *i32 *u8 *i32 {p} i32 i32 i32",
-            {"G": width, "N_G": F // width, "UNIT": min(width, 64), "STEP": k_configs.CHANNEL_STEP, "TILE": TILE_ROWS}
-            | {"HALF": HALF_ROWS, "BM": packing.BLOCK_ROWS, "BLOCK": packing.BLOCK_CHANNELS},
-        )
-        found[f"tile_patterns_k {width}"] = (
-            k_patterns.pattern_kernel,
-            f"{p} {p} {p} {p} {layout} i32 i32 i32",
-            shared | {"N": D, "K": F, "G": width, "HAS_RESIDUAL": True} | k_configs.pattern_config(T, D, width, dtype),
         )
     return found
 
@@ -286,8 +249,6 @@ def hopper_prefill(target: GPUTarget) -> dict[str, Any]:
 
 def sorting_kernels() -> dict[str, tuple[Any, str, dict[str, Any]]]:
     """The kernels that only see decisions."""
-    patterns = pattern_sorting.sizes(T, 1000, 896)
-    counted = {name: patterns[name] for name in ("C", "BINS", "BLOCK_T")}
     block: dict[str, Any] = {"N_G": GROUPS, "BLOCK_T": compaction.BLOCK_ROWS, "BLOCK_G": compaction.BLOCK_GROUPS}
     sort: dict[str, Any] = {"N_G": GROUPS, "S": 7, "BLOCK_T": sorting.BLOCK_ROWS}
     return {
@@ -297,10 +258,6 @@ def sorting_kernels() -> dict[str, tuple[Any, str, dict[str, Any]]]:
             "*u8 *i32 *i32 *i32 i32 i32",
             block | {"BLOCK_P": compaction.BLOCK_PARTS},
         ),
-        "pattern_count": (pattern_sorting.count_kernel, "*i32 *i32 i32", counted),
-        "pattern_place": (pattern_sorting.place_kernel, "*i32 *u8 " + "*i32 " * 7 + "i32 i32 i32", patterns),
-        "pattern_class": (pattern_classes.class_kernel, "*i32 *i32 *i32", {"N_G": 896, "N_G_PADDED": 1024}),
-        "pattern_rank": (pattern_classes.rank_kernel, "*i32 *i32 i32", {"BLOCK": 128}),
         "sort_count": (sorting.count_kernel, "*u8 *i32 i32 i32", sort),
         "sort_place": (
             sorting.place_kernel,
@@ -318,7 +275,7 @@ def main() -> None:
         result["kernels"][name] = compiled(kernel, types, values, target)
     for dtype in sys.argv[2:] or ["bfloat16"]:
         kind = getattr(torch, dtype)
-        found = kernels(kind) | engine_kernels(kind) | pattern_kernels(kind) | attention_kernels(kind)
+        found = kernels(kind) | engine_kernels(kind) | attention_kernels(kind)
         for name, (kernel, types, values) in found.items():
             if "PDL" in values and sys.argv[1] == "sm_90":
                 values = values | {"PDL": 1}  # as the launchers choose where the GPU is one

@@ -42,7 +42,7 @@ def test_every_kernel_compiles_and_fits_into_shared_memory(compiled: dict[str, A
 
 
 def test_products_run_on_tensor_cores(compiled: dict[str, Any]) -> None:
-    one_by_one = ("norm_route 1 ", "norm_route_patterns 1 ")  # one row would fill a sixteenth of a tensor core
+    one_by_one = ("norm_route 1 ", "norm_route in pieces 1 ")  # one row would fill a sixteenth of a tensor core
     products = {name: k for name, k in compiled["kernels"].items() if name.startswith(("tile", "few", "norm_route"))}
     products = {name: k for name, k in products.items() if not name.startswith(one_by_one)}
     assert [name for name, k in products.items() if not k["mma"]] == []
@@ -69,14 +69,6 @@ def test_one_row_reads_weights_16_bytes_at_a_time(compiled: dict[str, Any]) -> N
         assert compiled["kernels"][f"{name} bfloat16"]["16-byte loads"] >= loads
 
 
-def test_gathered_channels_of_narrow_groups_are_read_16_bytes_at_a_time(compiled: dict[str, Any]) -> None:
-    # 128 + 256 rows x 64 channels in 16-byte pieces over 256 threads, for two stages ahead at least.
-    for width in (16, 128):
-        assert compiled["kernels"][f"tile_patterns_k {width} bfloat16"]["16-byte loads"] >= 2 * 12
-        # 32 rows x 256 channels over 128 threads
-        assert compiled["kernels"][f"pack {width} bfloat16"]["16-byte loads"] == 8
-
-
 def test_no_two_threads_poll_the_same_word(compiled: dict[str, Any]) -> None:
-    for name in ("norm_route 1 bfloat16", "norm_route_patterns 1 bfloat16"):
+    for name in ("norm_route 1 bfloat16", "norm_route in pieces 1 bfloat16"):
         assert compiled["kernels"][name]["copied"] == [False, False]  # the first look, and in the loop

@@ -32,9 +32,6 @@ def registered_calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     ops = torch.ops.wide_kernels
     assert all(callable(getattr(wk, name)) for name in wk.__all__)  # loading a name registers its operator
     plain = [torch.randn(*shape) for shape in ((6, 16), (16,), (4, 16), (4,), (4, 4), (4,))]
-    first = plain[:4]
-    picked = (torch.randn(2, 3, 4), torch.randn(2, 3), torch.tensor([[2, 0, 1]] * 2, dtype=torch.int32))
-    bits = torch.rand(2, 4, 5) < 0.5
     q, k, mask = torch.randn(2, 3, 4, 64), torch.randn(2, 5, 2, 64), torch.rand(6, 2) < 0.5
     start = torch.tensor([1, 2])
     attended = wk.route_layout(mask, backend="torch")
@@ -52,8 +49,6 @@ def registered_calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         ),
         "gemm_k": (ops.gemm_k, (e["h"], e["down"], e["mask"], e["residual"], "auto", False, True, "torch")),
         "norm_route": (ops.norm_route, (*plain, 1e-5, "residual", True, "torch")),
-        "norm_route_patterns": (ops.norm_route_patterns, (*first, *picked, bits, 1e-5, "residual", True, "torch")),
-        "norm_route_patterns ids": (ops.norm_route_patterns, (*first, *picked, None, 1e-5, "residual", True, "torch")),
         "attention_prefill": (ops.attention_prefill, (q, k, k, mask, *sorted_mask, True, start, start, None, "torch")),
         "attention_decode": (ops.attention_decode, (q[:, :1].contiguous(), k, k, mask[:2], start, None, None, "torch")),
     }

@@ -120,7 +120,7 @@ def bad_calls() -> list[Any]:
         pytest.param(lambda: wk.gemm_mn(x, gate, layout, early="no"), "gemm_mn: early must be True or", id="early"),
         pytest.param(lambda: wk.gated_mlp_up(x, gate, up, layout, early=1), "True or False, got 1", id="early up"),
         pytest.param(lambda: wk.gemm_mn(x, gate.to("meta"), layout), "weight is on meta", id="devices"),
-        pytest.param(lambda: wk.gemm_mn(x, gate, mask), "or a PatternLayout, got Tensor", id="layout type"),
+        pytest.param(lambda: wk.gemm_mn(x, gate, mask), "must be a RouteLayout, got Tensor", id="layout type"),
         pytest.param(lambda: wk.gated_mlp_up(x, gate, up[:32], layout), "D' of w_up must be 48", id="up"),
         pytest.param(
             lambda: wk.gemm_mn(x, gate.t().contiguous().t(), layout, backend="triton"),

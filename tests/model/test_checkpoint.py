@@ -153,6 +153,21 @@ def test_another_schema_is_refused_with_both_names(tmp_path: Path) -> None:
         checkpoint.read_config(tmp_path / "c")
 
 
+def test_a_checkpoint_whose_tokens_pick_patterns_is_refused_with_what_reads_it(tmp_path: Path) -> None:
+    save(tmp_path / "c", routers())
+    path = tmp_path / "c" / checkpoint.CONFIG
+    data = json.loads(path.read_text()) | {"schema": "wide.checkpoint/3", "patterns": {"count": 64, "segments": 1}}
+    data["plan"] |= {"mode": "patterns", "patterns": {"count": 64, "segments": 1, "parts": "ffn"}}
+    path.write_text(json.dumps(data))
+    for read in (checkpoint.read_config, checkpoint.section_of, checkpoint.refuse_incomplete, checkpoint.origin_of):
+        with pytest.raises(UsageError) as error:
+            read(tmp_path / "c")
+        assert str(error.value) == (
+            f"{tmp_path / 'c'} was trained with routing.mode=patterns, which this version no longer has (independent "
+            "groups are better at the same speed); use widecli 0.1 for it"
+        )
+
+
 def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"neither a checkpoint \(no wide_config.json\) nor a run directory"):
         checkpoint.resolve(tmp_path)

@@ -164,7 +164,7 @@ def test_a_cleared_gate_decides_by_argmax_again() -> None:
     ids = random_ids(1, 8)
     with torch.no_grad():
         before = model(input_ids=ids).logits
-        noise = logistic_noise(0, 0, [0], 8, routed.noise_width, torch.device("cpu"))
+        noise = logistic_noise(0, 0, [0], 8, routed.total_groups, torch.device("cpu"))
         routed.set_gate(Gumbel(torch.tensor(1.0), noise))
         noisy = model(input_ids=ids).logits
         routed.set_gate(None)
@@ -179,7 +179,7 @@ def test_training_gate_without_noise_is_the_argmax_gate() -> None:
     ids = random_ids(2, 8)
     with torch.no_grad():
         inference = model(input_ids=ids).logits
-        routed.set_gate(Gumbel(torch.tensor(0.7), torch.zeros(2, 8, routed.noise_width)))
+        routed.set_gate(Gumbel(torch.tensor(0.7), torch.zeros(2, 8, routed.total_groups)))
         training = model(input_ids=ids).logits
     torch.testing.assert_close(training, inference, rtol=1e-5, atol=1e-5)
 
@@ -190,10 +190,10 @@ def test_each_decision_reads_its_own_slice_of_the_noise() -> None:
     model: Any = routed.backbone
     ids = random_ids(1, 5)
     widths = [(key, d.router.groups) for key, d in routed.decisions.items()]
-    assert sum(w for _, w in widths) == routed.noise_width == 12
+    assert sum(w for _, w in widths) == routed.total_groups == 12
     start = 0
     for key, width in widths:
-        noise = torch.full((1, 5, routed.noise_width), 1e6)
+        noise = torch.full((1, 5, routed.total_groups), 1e6)
         noise[..., start : start + width] = -1e6
         routed.set_gate(Gumbel(torch.tensor(1.0), noise))
         with torch.no_grad(), routed.tracing() as trace:
@@ -273,7 +273,7 @@ def test_equal_logits_execute() -> None:
 def test_overridden_layers_have_no_router_and_run_dense() -> None:
     routed = tiny_routed(overrides={0: LayerOverride(parts="none"), 1: LayerOverride(parts="ffn", ffn_group_size=32)})
     assert {key.rsplit(".", 2)[0] for key in routed.routers.state_dict()} == {"1.ffn"}
-    assert routed.noise_width == 2
+    assert routed.total_groups == 2
     model: Any = routed.backbone
     with torch.no_grad(), routed.tracing() as trace:
         model(input_ids=random_ids(1, 6))

@@ -48,7 +48,7 @@ def test_routers_of_a_bf16_backbone_are_fp32_and_get_fp32_gradients() -> None:
     seen: list[torch.Tensor] = []
     for decision in routed.decisions.values():
         decision.router.register_forward_hook(lambda _, __, out: seen.append(out))
-    noise = torch.zeros(2, 6, routed.noise_width)
+    noise = torch.zeros(2, 6, routed.total_groups)
     from widecli.model.gate import Gumbel
 
     routed.set_gate(Gumbel(torch.tensor(1.0), noise))

@@ -107,7 +107,7 @@ def test_an_unknown_key_in_a_recipe_names_the_file(tmp_path: Path) -> None:
         ("train.learning_rate=.nan", "a number above 0"),
         ("budget.sparsity=1.0", "a number of at least 0 and below 1"),
         ("budget.sparsity=50", "0.5 means 50 %"),
-        ("routing.mode=wid", "one of wide, patterns, token, layer"),
+        ("routing.mode=wid", "one of wide, token, layer"),
         ("eval.batch_size=many", "a whole number above 0, or auto"),
         ("data.max_tokens=0", "a whole number above 0, or null"),
         ("train.compile=3", "true or false"),

@@ -28,6 +28,32 @@ def test_a_head_group_that_breaks_gqa_lists_the_valid_ones(wide: Wide, tiny_reci
     assert no_run(workplace)
 
 
+@pytest.mark.parametrize("changes", [["--mode", "patterns"], ["routing.pattern_count=16"], ["routing.mode=patterns"]])
+def test_a_recipe_with_patterns_is_refused(wide: Wide, tiny_recipe: Path, workplace: Path, changes: list[str]) -> None:
+    wide("calibrate", tiny_recipe, *changes).refused_with("routing.", "no longer has", "use widecli 0.1 for it")
+    assert no_run(workplace)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["eval"], ["lora"], ["generate", "--prompt", "a"], ["inspect"], ["export", "--out", "x"]),
+        *(["export", "--out", "x", "--merge"], ["profile"], ["profile", "--masks", "random"]),
+    ],
+)
+def test_a_checkpoint_with_patterns_is_refused_by_every_command(
+    wide: Wide, run: Any, workplace: Path, command: list[str]
+) -> None:
+    for config in (workplace / "calibrated" / "checkpoints").glob("*/wide_config.json"):
+        config.write_text(config.read_text().replace("wide.checkpoint/1", "wide.checkpoint/3"))
+        recipe = config.with_name("recipe.yaml")
+        recipe.write_text(recipe.read_text().replace("mode: wide", "mode: patterns"))
+    name, *options = command
+    refused = wide(name, "calibrated", *options)
+    refused.refused_with("was trained with routing.mode=patterns", "use widecli 0.1 for it")
+    assert refused.err.count("routing.mode") == 1 and not (workplace / "x").exists()
+
+
 @pytest.mark.parametrize("sparsity", [1, 1.5, -0.1, "nan", "half"])
 def test_a_sparsity_outside_zero_to_one_is_refused(
     wide: Wide, tiny_recipe: Path, workplace: Path, sparsity: object
@@ -211,7 +237,7 @@ def test_a_plan_that_routes_nothing_is_refused(wide: Wide, tiny_recipe: Path, wo
         (["--mode", "layer", "routing.parts=ffn"], ["routing.mode=layer"]),
         (["routing.layers={7: {parts: ffn}}"], ["layer 7", "0 to 1"]),
         (["train.micro_batch_size=3"], ["train.micro_batch_size=3", "train.batch_size=2"]),
-        (["--mode", "narrow"], ["routing.mode", "narrow", "wide, patterns, token, layer"]),
+        (["--mode", "narrow"], ["routing.mode", "narrow", "wide, token, layer"]),
         (["--steps", "-1"], ["train.steps", "-1"]),
     ],
 )

@@ -60,7 +60,7 @@ def test_the_dry_run_counts_router_parameters_as_they_are(wide: Wide, tiny_recip
     estimate = wide("calibrate", tiny_recipe, "--dry-run", "--json").document["estimate"]
     routed = RoutedModel.attach(tiny_model(), RoutingPlan(2, 16, rank=4))
     assert estimate["router_parameters"] == sum(p.numel() for p in routed.parameters())
-    assert estimate["groups_per_token"] == routed.noise_width
+    assert estimate["groups_per_token"] == routed.total_groups
     assert not (workplace / "runs").exists()
 
 

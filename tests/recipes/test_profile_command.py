@@ -18,7 +18,7 @@ from widecli.profiling.hugging_face import HuggingFace
 
 TIMES = {"p50_ms", "p90_ms", "p99_ms", "min_ms", "mean_ms", "n"}
 POINT = {"phase", "batch", "prompt", "gen", "sparsity", "group_size", "masks", "skip_rate", "recorded", "speedup"}
-POINT |= {"mode", "patterns", "dense", "routed", "hugging_face", "run"}
+POINT |= {"mode", "dense", "routed", "hugging_face", "run"}
 ALWAYS = TIMES | {"tokens_per_second", "bound_ms", "bound_reached"}
 
 
@@ -64,7 +64,7 @@ def test_a_shape_over_a_grid(wide: Wide, workplace: Path) -> None:
     document = done.document
     assert document["schema"] == "wide.summary/1" and document["command"] == "profile"
     assert (document["device"], document["dtype"], document["plan"]) == ("cpu", "float32", None)
-    assert document["peaks"]["source"] == "measured" and document["points_schema"] == "wide.points/2"
+    assert document["peaks"]["source"] == "measured" and document["points_schema"] == "wide.points/3"
     points = document["points"]
     keys = ("phase", "batch", "prompt", "sparsity", "group_size")
     assert [tuple(point[key] for key in keys) for point in points] == [
@@ -150,26 +150,6 @@ def test_transformers_that_does_not_fit_is_said_and_left_out(wide: Wide, monkeyp
     assert any("no time to compile it" in note for note in done.document["notes"])
 
 
-def test_random_patterns_are_a_mode_of_their_own(wide: Wide, workplace: Path) -> None:
-    options = ("--prompt", 16, "--sparsity", "0.25,0.5", "--G", 16, "--breakdown", "--throughput", "--batch", 2)
-    done = wide("profile", *SHAPE, *options, "--patterns", 12, "--json")
-    assert done.code == 0, done.err
-    assert [(point["phase"], point["sparsity"]) for point in done.document["points"]] == [
-        (phase, sparsity) for phase in ("ttft", "tpot") for sparsity in (0.25, 0.5)
-    ]
-    for point in done.document["points"]:
-        check_point(point, {"breakdown_ms", "bound_parts_ms"})
-        assert (point["mode"], point["patterns"], point["masks"]) == ("patterns", 12, "random")
-        assert point["skip_rate"]["ffn"] == pytest.approx(point["sparsity"], abs=0.15)
-    assert "12 patterns" in done.err
-    for options in (("--tpot",), ("--tpot", "--patterns", 12)):
-        assert wide("profile", *SHAPE, "--prompt", 16, "--G", 16, *options).code == 0
-    report = wide("report", "--format", "csv,md", "--out", "out")
-    assert report.code == 0, report.err
-    tables = "".join(path.read_text() for path in (workplace / "out").rglob("*.csv"))
-    assert "patterns" in tables and "wide" in tables
-
-
 def test_memory_energy_breakdown_and_throughput(wide: Wide) -> None:
     options = ("--memory", "--energy", "--breakdown", "--throughput", "--tpot", "--batch", "1,2", "--prompt", 8)
     done = wide("profile", *SHAPE, *options, "--json")
@@ -204,11 +184,11 @@ def test_its_records_become_a_page(
     first = wide(
         "profile", *SHAPE, *shares, "--prompt", 8, "--breakdown", "--compare-hf", "--run-dir", "kept/both", "--json"
     )
-    second = wide("profile", *SHAPE, "--prompt", 8, "--G", 16, "--patterns", 9, "--run-dir", "kept/patterns", "--json")
+    second = wide("profile", *SHAPE, "--prompt", 8, "--G", 16, "--run-dir", "kept/other", "--json")
     assert first.code == second.code == 0, first.err + second.err
     (workplace / "kept" / "notes.json").write_text('{"both": "launches limit it"}')
     records = render_profile.render(workplace / "kept")
-    assert [record.name for record in records] == ["both", "patterns"]
+    assert [record.name for record in records] == ["both", "other"]
     text = (workplace / "kept" / "README.md").read_text()
     points = first.document["points"]
     for point in points:
@@ -220,7 +200,7 @@ def test_its_records_become_a_page(
             assert f" {shown} |" in row
     for title in ("Nothing skipped", "End to end", "By what is skipped", "Where the time goes", "Runs"):
         assert f"## {title}" in text
-    assert "## Memory" not in text and "random, G=16, 9 patterns" in text
+    assert "## Memory" not in text and "random, G=16 |" in text
     assert f"{100 * points[0]['speedup']:.1f} | `both` |" in text
     nothing, half = points[0], points[2]
     again = {point["phase"]: point for point in points if point["sparsity"] == 0.5}
@@ -229,7 +209,7 @@ def test_its_records_become_a_page(
     assert f"| {nothing['speedup']:.2f}x | " in text and f" | {half['speedup']:.2f}x | both |" in text
     assert "| gate and up | " in text and "  - launches limit it" in text
     table = render_profile.short(records)
-    assert "TTFT, batch 1, prompt 8 | random, G=16, 9 patterns" in table and "`both`" not in table, "that is a curve"
+    assert "TTFT, batch 1, prompt 8 | random, G=16 |" in table and "`both`" not in table, "that is a curve"
     few = [point for point in points if point["sparsity"] != 0.25]
     table = render_profile.short([records[0]._replace(summary=records[0].summary | {"points": few}), records[1]])
     assert table.count("TTFT, batch 1, prompt 8") == 2 and f"| {100 * nothing['speedup']:.1f} |" in table
@@ -350,10 +330,8 @@ def test_a_finished_run_is_not_replaced_unasked(wide: Wide) -> None:
         (("--shape", "128x256x2", "--masks", "learned"), ["no routers", "--masks random"]),
         (("--shape", "128x256x2", "--masks", "real"), ["learned or random", "'real'"]),
         (("--shape", "128x256x2", "--dtype", "int8"), ["--dtype", "bfloat16", "'int8'"]),
-        (("--shape", "128x256x2", "--patterns", "0"), ["--patterns", "1 or more", "got 0"]),
-        (("--shape", "128x256x2", "--patterns", "17"), ["4 groups have 16 patterns", "17"]),
         (("nowhere",), ["nowhere", "neither a checkpoint"]),
-        (("calibrated", "--sparsity", "0.5"), ["--sparsity, --G and --patterns need --masks random"]),
+        (("calibrated", "--sparsity", "0.5"), ["--sparsity and --G need --masks random"]),
         (("calibrated", "--prompt", "200"), ["216", "128"]),
         (("calibrated", "--text", "missing.txt"), ["missing.txt"]),
     ],

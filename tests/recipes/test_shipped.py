@@ -41,13 +41,13 @@ def test_the_opening_command_names_this_very_recipe(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in RECIPES if n.split("/")[0] in STAGES])
 def test_a_name_says_model_sparsity_and_groups(name: str) -> None:
-    form = r"(calibrate|lora)/(?P<model>.+)_s(?P<s>\d+)_(?:g(?P<g>\d+)(?:_(?P<mode>patterns))?|(?P<whole>token|layer))"
+    form = r"(calibrate|lora)/(?P<model>.+)_s(?P<s>\d+)_(?:g(?P<g>\d+)|(?P<whole>token|layer))"
     match = re.fullmatch(form, name)
     assert match is not None, "recipes of a stage are named model_sparsity_groups"
     recipe = resolve(name).recipe
     assert recipe.model.name == MODELS[match["model"]]
     assert recipe.budget.sparsity == int(match["s"]) / 100
-    assert recipe.routing.mode == (match["mode"] or match["whole"] or "wide")
+    assert recipe.routing.mode == (match["whole"] or "wide")
     if match["g"]:
         assert recipe.routing.ffn_group_size == int(match["g"])
 

@@ -5,7 +5,7 @@ from statistics import mean, stdev
 
 import pytest
 
-from stored_runs import write_calibration, write_evaluation, write_pair
+from stored_runs import with_pattern_keys, write_calibration, write_evaluation, write_pair
 from widecli.report.find import find_runs
 from widecli.report.load import load
 from widecli.report.points import Point, best_protocol, by_model, points
@@ -53,11 +53,47 @@ def test_a_recipe_from_before_a_key_existed_is_the_configuration_with_its_defaul
     for run in ("calibrate-old", "eval-old"):
         recipe = tmp_path / run / "recipe.yaml"
         lines = recipe.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if not line.startswith("  pattern_")]
+        kept = [line for line in lines if not line.startswith("  ramp_ratio")]
         assert len(kept) < len(lines)
         recipe.write_text("".join(kept))
     (point,) = [point for point in made(tmp_path) if point.stage != "dense"]
     assert point.seeds == (0, 1) and point.figures["perplexity wikitext2"].value == 32.0
+
+
+def test_keys_about_patterns_that_say_nothing_make_no_configuration(tmp_path: Path) -> None:
+    write_pair(tmp_path, "new", seed=0, perplexity=30.0)
+    write_pair(tmp_path, "old", seed=1, perplexity=34.0)
+    for run in ("calibrate-old", "eval-old"):
+        recipe = tmp_path / run / "recipe.yaml"
+        recipe.write_text(with_pattern_keys(recipe.read_text()))
+        assert "pattern_count: 64" in recipe.read_text()
+    (point,) = [point for point in made(tmp_path) if point.stage != "dense"]
+    assert point.seeds == (0, 1) and point.figures["perplexity wikitext2"].value == 32.0
+
+
+def test_sweeps_of_stored_patterns_say_how_many(tmp_path: Path) -> None:
+    for group_size in (16, 64):
+        write_pair(tmp_path, f"g{group_size}", perplexity=60.0, group_size=group_size, accuracy=None)
+        for count in (16, 64):
+            patterns = {"group_size": group_size, "patterns": count, "mode": "patterns", "accuracy": None}
+            write_pair(tmp_path, f"g{group_size}-c{count}", perplexity=66.0, **patterns)  # type: ignore[arg-type]
+    (sweep,) = sweeps(made(tmp_path))
+    assert sorted(name for name, _ in sweep.lines) == [
+        "patterns, S 50 %, C 16, 300 steps",
+        "patterns, S 50 %, C 64, 300 steps",
+        "wide, S 50 %, 300 steps",
+    ]
+
+
+def test_the_records_of_patterns_are_told_apart_as_they_were(repository: Path) -> None:
+    labels = {point.label for point in made(repository / "reports" / "smollm2-h200-patterns")}
+    trained = "patterns, S 50 %, G 16, C 64, 300 steps"
+    assert {label for label in labels if label.startswith(trained)} == {
+        trained,
+        *(f"{trained}, {extra}" for extra in ("pattern after 0.8", "pattern update learned", "pattern update refit")),
+        f"{trained}, pattern after 0.8, pattern update learned",
+    }
+    assert "converted patterns, S 50 %, G 64, C 256, 300 steps, segments 2" in labels
 
 
 def test_how_gpus_held_the_backbone_makes_no_configuration(tmp_path: Path) -> None:

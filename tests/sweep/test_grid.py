@@ -85,17 +85,6 @@ def test_every_combination_is_a_point_with_its_own_recipe() -> None:
     assert recipe.train.steps == 7
 
 
-def test_patterns_have_groups_of_every_size_swept() -> None:
-    axes = {"routing.ffn_group_size": [16, 32], "routing.mode": ["wide", "patterns"]}
-    for overrides, varied in (([], axes), (["routing.mode=patterns"], {"routing.ffn_group_size": [16, 32]})):
-        sizes = [
-            point.resolved.recipe.routing.ffn_group_size
-            for point in expand(None, overrides, {}, varied)
-            if point.resolved.recipe.routing.mode == "patterns"
-        ]
-        assert sizes == [16, 32]
-
-
 def test_modes_without_groups_are_one_point_whatever_the_group_size() -> None:
     points = expand(None, [], {}, {"routing.mode": ["wide", "token"], "routing.ffn_group_size": [16, 32, 128]})
     assert [dict(point.values) for point in points] == [

@@ -64,7 +64,7 @@ def test_the_loss_is_a_mean_over_the_predictions_of_the_whole_batch() -> None:
     again = trainer(padded_fetch)
     ids, valid = padded_fetch(0, range(4))
     assert valid is not None
-    noise = logistic_noise(0, 0, range(4), 10, again.routed.noise_width, torch.device("cpu"))
+    noise = logistic_noise(0, 0, range(4), 10, again.routed.total_groups, torch.device("cpu"))
     again.routed.set_gate(Gumbel(torch.tensor(5.0), noise))
     backbone: Any = again.routed.backbone
     with torch.no_grad(), again.routed.tracing() as trace:

@@ -18,15 +18,14 @@ from wide_kernels.checks import (
     too_long_heads,
 )
 from wide_kernels.dispatch import Problem, choose
-from wide_kernels.layout import RouteLayout, route_layout
-from wide_kernels.pattern_layout import PatternLayout
+from wide_kernels.layout import RouteLayout
 
 
 def attention_prefill(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: RouteLayout | PatternLayout,
+    layout: RouteLayout,
     causal: bool = True,
     q_start: Tensor | None = None,
     kv_start: Tensor | None = None,
@@ -43,8 +42,6 @@ def attention_prefill(
     gradients. Raises UnsupportedError.
     """
     chosen = choose(attention_prefill_problem(q, k, v, layout, causal, q_start, kv_start, scale), backend)
-    if isinstance(layout, PatternLayout):  # heads come in few groups: their rows are listed group by group
-        layout = route_layout(layout.mask)
     o = torch.ops.wide_kernels.attention_prefill(
         q, k, v, layout.mask, layout.index, layout.count, causal, q_start, kv_start, scale, chosen
     )
@@ -55,7 +52,7 @@ def attention_prefill_problem(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: RouteLayout | PatternLayout,
+    layout: RouteLayout,
     causal: bool = True,
     q_start: Tensor | None = None,
     kv_start: Tensor | None = None,

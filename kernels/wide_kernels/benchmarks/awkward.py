@@ -182,21 +182,13 @@ def router_errors(case: Case, x: Tensor, device: str, backend: str) -> Iterator[
     full = x.double()
     expected, _ = norm_route_reference(full, scale.double(), w1, b1, w2, b2, 1e-5)
     forms = {"": w1} if x.element_size() > 2 else {"": w1, " in pieces": wk.in_pieces(w1, x.dtype)}
-    # The same logits as scores of patterns, which have other numbers.
-    scoring = w2[None], b2[None], torch.arange(len(b2) - 1, -1, -1, dtype=torch.int32, device=device)[None]
     for tap, (form, first) in itertools.product(("residual", "normalised"), forms.items()):
-        given = (x, scale, first, b1)
-        y, mask = wk.norm_route(*given, w2, b2, 1e-5, tap=tap, backend=backend)
+        y, mask = wk.norm_route(x, scale, first, b1, w2, b2, 1e-5, tap=tap, backend=backend)
         # The norm rounds twice as Llama's does: before and after the weight.
         yield f"norm_route norm {tap}{form}", relative_error(y, expected), 2 * TOLERANCE[x.dtype]
         read = full * torch.rsqrt(full.square().mean(-1, keepdim=True) + TAP_EPS) if tap == "normalised" else full
         hidden = read @ w1.double().t() + b1.double()
-        scores = hidden @ w2.double().t() + b2.double()
-        logits = scores.view(case.rows, case.groups, 2)
+        logits = (hidden @ w2.double().t() + b2.double()).view(case.rows, case.groups, 2)
         z = logits[..., 0] - logits[..., 1]
         wrong = z[mask != (z >= 0)].abs()
         yield f"norm_route mask {tap}{form}", float(wrong.max() / z.abs().max()) if wrong.numel() else 0.0, 1e-5
-        y, ids, _ = wk.norm_route_patterns(*given, *scoring, 1e-5, tap=tap, backend=backend)
-        yield f"norm_route_patterns norm {tap}{form}", relative_error(y, expected), 2 * TOLERANCE[x.dtype]
-        lost = scores.amax(1) - scores.gather(1, len(b2) - 1 - ids.t().long()).squeeze(1)
-        yield f"norm_route_patterns choice {tap}{form}", float(lost.max() / scores.abs().max()), 1e-5

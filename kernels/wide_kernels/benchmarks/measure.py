@@ -20,8 +20,6 @@ def same_bits(first: Any, second: Any) -> bool:
         return bool(torch.equal(first, second))
     if isinstance(first, (tuple, list)):
         return all(same_bits(a, b) for a, b in zip(first, second, strict=True))
-    if first is None or second is None:
-        return first is second
     return all(same_bits(value, vars(second)[key]) for key, value in vars(first).items())
 
 

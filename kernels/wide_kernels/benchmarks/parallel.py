@@ -25,12 +25,11 @@ from wide_kernels.benchmarks.attention_awkward import (
 from wide_kernels.benchmarks.attention_cases import AttentionSizes, attention_case
 from wide_kernels.benchmarks.awkward import LARGE, SMALL, errors
 from wide_kernels.benchmarks.cases import Sizes, ffn_cases
-from wide_kernels.benchmarks.pattern_awkward import LARGE_PATTERNS, SMALL_PATTERNS, PatternCase, pattern_errors
 from wide_kernels.benchmarks.whole_ffn import ffn_case
 from wide_kernels.tuning.table import force
 
 MAX_WORKERS = 12
-AWKWARD = (*SMALL, *SMALL_ATTENTION, *SMALL_PATTERNS, *LARGE, *LARGE_ATTENTION, *LARGE_PATTERNS)
+AWKWARD = (*SMALL, *SMALL_ATTENTION, *LARGE, *LARGE_ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,6 @@ class CheckTask:
         try:
             if isinstance(case, AttentionCase):
                 found = attention_errors(case, self.dtype, "cuda", self.backend)
-            elif isinstance(case, PatternCase):
-                found = pattern_errors(case, self.dtype, "cuda", self.backend)
             else:
                 found = errors(case, self.dtype, "cuda", self.backend)
             for what, error, tolerance in found:
@@ -104,15 +101,14 @@ class WarmTask:
         return Outcome()
 
 
-def check_tasks(dtypes: Sequence[torch.dtype], patterns: bool = False) -> list[CheckTask]:
-    """All awkward cases or only those of `patterns`, the large ones first, with every backend that this GPU can run."""
+def check_tasks(dtypes: Sequence[torch.dtype]) -> list[CheckTask]:
+    """All awkward cases, the large ones first, with every backend that this GPU can run."""
     backends = [name for name in ("triton", "gluon") if name in wk.available_backends()["gemm_mn"]]
     return [
         CheckTask(i, dtype, backend)
         for i in reversed(range(len(AWKWARD)))
         for dtype in dtypes
         for backend in backends
-        if isinstance(AWKWARD[i], PatternCase) or not patterns
         if backend == "triton" or not isinstance(AWKWARD[i], AttentionCase)  # there, triton checks auto's choice too
     ]
 

@@ -13,7 +13,6 @@ from wide_kernels.tuning.tiles import largest_power, padded_rows
 CHANNEL_STEP = 64  # of the kernel for Hopper: 128 bytes, a swizzled row in shared memory
 FEW_ROWS = 128  # up to here the mask is read as it is; above, rows sorted by pattern are faster
 FEW_FIXED_ROWS = 512  # the same for sums in a fixed order: a launch a segment costs more than some rows too many
-TRANSPOSING_ROWS = 1024  # beyond them a packed product takes several times as long as transposing its weight first
 MANY_ROWS = 512  # from here on segments are long enough for few roundings, and scattering fp32 costs most of the time
 SLAB_BYTES = 32 << 20  # of the output: what stays in a 50 MB L2 beside the operands; scattering there is twice as fast
 HOPPER_SLAB_BYTES = 16 << 20  # its kernel runs at the speed at which L2 feeds it, so the operands get more of it
@@ -28,15 +27,6 @@ def tile_config(rows: int, columns: int, width: int, dtype: torch.dtype) -> dict
     config["BM"] = min(config["BM"], padded_rows(rows))
     config["BN"] = min(config["BN"], padded_rows(columns))
     config["BK"] = largest_power(width, config["BK"])
-    return config
-
-
-def pattern_config(rows: int, columns: int, width: int, dtype: torch.dtype) -> dict[str, int]:
-    """For tiles of patterns. A step of the K loop takes a part of a group, or several narrow groups at once."""
-    single = dtype is torch.float32
-    config = {"BN": 128 if single else 256, "BK": 32 if single else 64, "BAND": 8, "num_warps": 8, "num_stages": 3}
-    config |= tuned("pattern_k", rows, width, dtype)
-    config["BN"] = min(config["BN"], padded_rows(columns))
     return config
 
 

@@ -10,11 +10,9 @@ from torch import Tensor
 from wide_kernels.checks import group_width, is_bool, same_kind, same_size, shape_of, strided
 from wide_kernels.dispatch import Problem, choose, is_hopper
 from wide_kernels.errors import UnsupportedError
-from wide_kernels.gemm_k.configs import CHANNEL_STEP, FEW_ROWS, MANY_ROWS, TRANSPOSING_ROWS
-from wide_kernels.gemm_k.pattern_ops import gemm_k_patterns
+from wide_kernels.gemm_k.configs import CHANNEL_STEP, FEW_ROWS, MANY_ROWS
 from wide_kernels.gemm_k.reference import gemm_k_gradients, gemm_k_reference
-from wide_kernels.layout import RouteLayout, decision, decision_groups
-from wide_kernels.pattern_layout import PatternLayout
+from wide_kernels.layout import RouteLayout, decision
 
 ACCUMULATE = ("auto", "fp32", "bf16")
 
@@ -22,7 +20,7 @@ ACCUMULATE = ("auto", "fp32", "bf16")
 def gemm_k(
     h: Tensor,
     weight: Tensor,
-    layout: RouteLayout | PatternLayout | None = None,
+    layout: RouteLayout | None = None,
     residual: Tensor | None = None,
     accumulate: str = "auto",
     deterministic: bool = False,
@@ -39,20 +37,14 @@ def gemm_k(
     in bf16, rounded whenever a segment of groups is added (5e-3 at 16 segments; much faster, only for bfloat16
     operands). auto is bf16 for bfloat16 operands of at least MANY_ROWS rows on a Hopper GPU, else fp32. The order of
     the additions is not fixed, so results may differ in the last bits from run to run; `deterministic=True` fixes it
-    bit for bit (and takes fp32). With a PatternLayout each sum is made by one program, in fp32 and a fixed order, and
-    neither argument is needed; on a Hopper GPU groups whose width is no multiple of 64 then cost a transpose of the
-    weight at each call (`gated_mlp` takes one that is transposed already). Differentiable in h, weight and residual.
-    Raises UnsupportedError.
+    bit for bit (and takes fp32). Differentiable in h, weight and residual. Raises UnsupportedError.
 
     `early` vouches that weight and mask were complete before the launch that precedes this one: on a Hopper GPU one
     row's product then fetches its first weights while that launch still runs.
     """
-    if not isinstance(layout, PatternLayout):
-        accumulate = partial_sums(h, accumulate, deterministic)
+    accumulate = partial_sums(h, accumulate, deterministic)
     problem = gemm_k_problem(h, weight, layout, residual, accumulate, deterministic, mask=mask, early=early)
     chosen = choose(problem, backend)
-    if isinstance(layout, PatternLayout):
-        return gemm_k_patterns(h, weight, layout, residual, chosen)
     routed = decision("gemm_k", h, layout, mask)
     y = torch.ops.wide_kernels.gemm_k(h, weight, routed, residual, accumulate, deterministic, early, chosen)
     return cast(Tensor, y)
@@ -69,7 +61,7 @@ def partial_sums(h: Tensor, accumulate: str, deterministic: bool) -> str:
 def gemm_k_problem(
     h: Tensor,
     weight: Tensor,
-    layout: RouteLayout | PatternLayout | None = None,
+    layout: RouteLayout | None = None,
     residual: Tensor | None = None,
     accumulate: str = "auto",
     deterministic: bool = False,
@@ -85,8 +77,6 @@ def gemm_k_problem(
         raise UnsupportedError(f"{op}: accumulate must be one of {', '.join(ACCUMULATE)}, got {accumulate!r}")
     if accumulate == "bf16" and h.dtype is not torch.bfloat16:
         raise UnsupportedError(f"{op}: accumulate='bf16' needs bfloat16 operands, got {h.dtype}; use fp32")
-    if accumulate == "bf16" and isinstance(layout, PatternLayout):
-        raise UnsupportedError(f"{op}: patterns are always added in fp32, not with accumulate='bf16'; leave it out")
     if accumulate == "bf16" and deterministic:
         raise UnsupportedError(f"{op}: accumulate='bf16' has no fixed order; use fp32 with deterministic=True")
     rows, depth = shape_of(op, "h", h, "T K")
@@ -96,18 +86,11 @@ def gemm_k_problem(
         residual_rows, residual_columns = shape_of(op, "residual", residual, "T N")
         same_size(op, "T of residual", residual_rows, rows)
         same_size(op, "N of residual", residual_columns, columns)
-    width = group_width(op, "K", depth, decision_groups(op, h, layout, mask))
-    passed_over = {}
-    if isinstance(layout, PatternLayout):
-        refusal = _gluon_refusal_of_patterns(h)
-        if width % CHANNEL_STEP and rows <= TRANSPOSING_ROWS and not weight.t().is_contiguous():
-            why = f"groups of {width} need the weight transposed, which pays for more than {TRANSPOSING_ROWS} rows"
-            passed_over = {"gluon": why}
-    else:
-        refusal = _gluon_refusal(h, width, partial_sums(h, accumulate, deterministic))
+    width = group_width(op, "K", depth, decision(op, h, layout, mask).shape[1])
+    refusal = _gluon_refusal(h, width, partial_sums(h, accumulate, deterministic))
     sizes = {"N": columns, "the group width": width}
     refused = {"gluon": refusal} if refusal else {}
-    return Problem(op, h.device, h.dtype, sizes, strided(weight=weight), refused, passed_over)
+    return Problem(op, h.device, h.dtype, sizes, strided(weight=weight), refused)
 
 
 def _gluon_refusal(h: Tensor, width: int, accumulate: str) -> str | None:
@@ -121,11 +104,6 @@ def _gluon_refusal(h: Tensor, width: int, accumulate: str) -> str | None:
     if width % CHANNEL_STEP:
         return f"the group width must be a multiple of {CHANNEL_STEP}, got {width}"
     return None
-
-
-def _gluon_refusal_of_patterns(h: Tensor) -> str | None:
-    """The same for patterns: their kernel adds in fp32 and takes any groups."""
-    return f"it is for more than {FEW_ROWS} rows, got {h.shape[0]}" if h.shape[0] <= FEW_ROWS else None
 
 
 @torch.library.custom_op(

@@ -43,20 +43,7 @@ def tile_config(rows: int, depth: int, width: int, gated: bool, dtype: torch.dty
     config |= tuned("gated_mlp_up" if gated else "gemm_mn", rows, width, dtype)
     config["BN"] = largest_power(width, config["BN"])
     config["BM"] = min(config["BM"], padded_rows(rows))
-    return _fit(config, depth, dtype)
-
-
-def pattern_config(rows: int, depth: int, columns: int, width: int, gated: bool, dtype: torch.dtype) -> dict[str, int]:
-    """For tiles of patterns, whose columns may come from several groups: their width is free of the groups'."""
-    config = {"BN": 128, "BK": 64, "BAND": 8, "num_warps": 8 if gated else 4, "num_stages": 3}
-    config |= tuned("pattern_gated" if gated else "pattern_mn", rows, width, dtype)
-    config["BN"] = min(config["BN"], padded_rows(columns))
-    return _fit(config, depth, dtype)
-
-
-def _fit(config: dict[str, int], depth: int, dtype: torch.dtype) -> dict[str, int]:
-    """fp32 takes twice the shared memory; a shallow product needs no deeper tile than itself."""
-    if dtype is torch.float32:
+    if dtype is torch.float32:  # twice the shared memory
         config["BK"] //= 2
     config["BK"] = min(config["BK"], padded_rows(depth))
     return config

@@ -1,4 +1,4 @@
-"""Gradients of the routed up projections, whatever form the decision was given in."""
+"""Gradients of the routed up projections."""
 
 from __future__ import annotations
 

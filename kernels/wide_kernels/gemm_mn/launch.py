@@ -13,16 +13,14 @@ from wide_kernels.checks import group_width, is_bool, same_kind, same_size, shap
 from wide_kernels.dispatch import Problem, choose
 from wide_kernels.gemm_mn.configs import FEW_ROWS, hopper_refusal
 from wide_kernels.gemm_mn.gradients import gated_mlp_up_gradients, gemm_mn_gradients
-from wide_kernels.gemm_mn.pattern_ops import gated_mlp_up_patterns, gemm_mn_patterns
 from wide_kernels.gemm_mn.reference import gated_mlp_up_reference, gemm_mn_reference
-from wide_kernels.layout import RouteLayout, decision, decision_groups, extended, sorted_rows
-from wide_kernels.pattern_layout import PatternLayout
+from wide_kernels.layout import RouteLayout, decision, extended, sorted_rows
 
 
 def gemm_mn(
     x: Tensor,
     weight: Tensor,
-    layout: RouteLayout | PatternLayout | None = None,
+    layout: RouteLayout | None = None,
     bias: Tensor | None = None,
     activation: str | None = None,
     *,
@@ -34,18 +32,15 @@ def gemm_mn(
     """A projection whose output channels are routed (paper: GEMM-MN): activation(x weight^T + bias).
 
     x [T, K], weight [N, K], bias [N] -> [T, N] in the dtype of x; the N channels are cut into N_G groups and those that
-    a token skips are exact zeros. Give `layout` (of masks or of patterns), or for a few rows `mask` bool [T, N_G]
-    instead, behind whose groups `always` more may follow that every row executes (with all of them there, the mask has
-    no columns: a dense product). `activation`: silu, gelu, gelu_tanh, relu or None. Differentiable in x, weight and
-    bias. Raises UnsupportedError.
+    a token skips are exact zeros. Give `layout`, or for a few rows `mask` bool [T, N_G] instead, behind whose groups
+    `always` more may follow that every row executes (with all of them there, the mask has no columns: a dense product).
+    `activation`: silu, gelu, gelu_tanh, relu or None. Differentiable in x, weight and bias. Raises UnsupportedError.
 
     `early` vouches that the weight was complete before the launch that precedes this one: on a Hopper GPU one
     row's dense product then fetches its first weights while that launch still runs.
     """
     problem = gemm_mn_problem(x, weight, layout, bias, activation, mask=mask, always=always, early=early)
     chosen = choose(problem, backend)
-    if isinstance(layout, PatternLayout):
-        return gemm_mn_patterns(x, weight, layout, bias, activation, chosen)
     routed = decision("gemm_mn", x, layout, mask, always)
     rows = sorted_rows(layout)
     y = torch.ops.wide_kernels.gemm_mn(x, weight, routed, *rows, bias, activation, always, early, chosen)
@@ -56,7 +51,7 @@ def gated_mlp_up(
     x: Tensor,
     w_gate: Tensor,
     w_up: Tensor,
-    layout: RouteLayout | PatternLayout | None = None,
+    layout: RouteLayout | None = None,
     activation: str = "silu",
     *,
     mask: Tensor | None = None,
@@ -71,8 +66,6 @@ def gated_mlp_up(
     """
     problem = gated_mlp_up_problem(x, w_gate, w_up, layout, activation, mask=mask, always=always, early=early)
     chosen = choose(problem, backend)
-    if isinstance(layout, PatternLayout):
-        return gated_mlp_up_patterns(x, w_gate, w_up, layout, activation, chosen)
     routed = decision("gated_mlp_up", x, layout, mask, always)
     rows = sorted_rows(layout)
     y = torch.ops.wide_kernels.gated_mlp_up(x, w_gate, w_up, routed, *rows, activation, always, early, chosen)
@@ -82,7 +75,7 @@ def gated_mlp_up(
 def gemm_mn_problem(
     x: Tensor,
     weight: Tensor,
-    layout: RouteLayout | PatternLayout | None = None,
+    layout: RouteLayout | None = None,
     bias: Tensor | None = None,
     activation: str | None = None,
     *,
@@ -102,7 +95,7 @@ def gated_mlp_up_problem(
     x: Tensor,
     w_gate: Tensor,
     w_up: Tensor,
-    layout: RouteLayout | PatternLayout | None = None,
+    layout: RouteLayout | None = None,
     activation: str = "silu",
     *,
     mask: Tensor | None = None,
@@ -120,7 +113,7 @@ def _problem(
     dims: str,
     x: Tensor,
     weights: Mapping[str, Tensor],
-    layout: RouteLayout | PatternLayout | None,
+    layout: RouteLayout | None,
     mask: Tensor | None,
     always: int,
     activation: str | None,
@@ -139,7 +132,8 @@ def _problem(
         columns = weight_columns if columns is None else columns
         same_size(op, f"{output} of {name}", weight_columns, columns)
     assert columns is not None  # there is at least one weight
-    width = group_width(op, output, columns, decision_groups(op, x, layout, mask, always))
+    groups = decision(op, x, layout, mask, always).shape[1] + always
+    width = group_width(op, output, columns, groups)
     sizes = {inner: depth, "the group width": width}
     return Problem(op, x.device, x.dtype, sizes, strided(**weights), hopper_refusal(rows, depth, x.numel()))
 

@@ -12,8 +12,6 @@ ENOUGH_PROGRAMS = 128  # about one a multiprocessor of an H100; the rule only ha
 CHUNKS = (512, 256, 128)
 PIECE = 64
 NORMALISED_AT_ONCE = 16384  # elements; many are under way at one time
-PATTERNS_AT_ONCE = 64  # scores that a program has at one time
-GROUPS_AT_ONCE = 1024  # of the chosen patterns, copied at one time
 
 FEW_ROWS = 8  # rows that are served one by one: more read w1 too often
 _ROW_TILE = 8192  # values that a program of a row holds at one time, of w1; of all chunks' sums with zeros twice that

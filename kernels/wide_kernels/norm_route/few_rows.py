@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from wide_kernels.norm_route.heads import differences, scoring
+from wide_kernels.norm_route.heads import differences
 
 
 @triton.jit
@@ -49,12 +49,6 @@ def received(words, turn, CHUNKS: tl.constexpr, CP: tl.constexpr, RP: tl.constex
 
 
 @triton.jit
-def scores_with(whole, weight, bias):
-    """z [BG] of one row: whole [RP] times weight [RP, BG], plus bias."""
-    return tl.sum(whole[:, None] * weight, 0) + bias
-
-
-@triton.jit
 def row_kernel(
     x,
     norm_weight,
@@ -62,21 +56,14 @@ def row_kernel(
     b1,
     w2,
     b2,
-    numbers,
-    patterns,
     words,
     out,
-    ids,
     decided,
     rows,
     eps,
     D: tl.constexpr,
     R: tl.constexpr,
     N_G: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    C: tl.constexpr,
-    NUMBERED: tl.constexpr,
-    WIDTH: tl.constexpr,
     NORMALISED: tl.constexpr,
     TAP_EPS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -85,18 +72,13 @@ def row_kernel(
     BD: tl.constexpr,
     CP: tl.constexpr,
     BG: tl.constexpr,
-    BW: tl.constexpr,
     WORDS: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One chunk of D of one row. HALVES: "first", "second", or "both" with a wait between them. WORDS: of a row.
-
-    A row decides on N_G groups, or with SEGMENTS > 0 picks one of C patterns in each and stores its number and, with a
-    WIDTH, its groups out of `patterns` [SEGMENTS, NUMBERED, WIDTH].
-    """
+    """One chunk of D of one row. HALVES: "first", "second", or "both" with a wait between them. WORDS: of a row."""
     CHUNKS: tl.constexpr = (D + BD - 1) // BD
-    ACROSS: tl.constexpr = SEGMENTS if SEGMENTS > 0 else (N_G + BG - 1) // BG
+    ACROSS: tl.constexpr = (N_G + BG - 1) // BG
     chunk = tl.program_id(0)
     row = tl.program_id(1)
     d = chunk * BD + tl.arange(0, BD)
@@ -106,11 +88,8 @@ def row_kernel(
         gdc_wait()
         gdc_launch_dependents()
     gain = tl.load(norm_weight + d, mask=known, other=0.0)
-    # Every chunk decides for some groups, or in some segment; those beyond ACROSS have nothing to decide.
-    if SEGMENTS > 0:
-        weight, bias = scoring(w2, b2, chunk % ACROSS, 0, C, R, RP, BG)
-    else:
-        weight, bias = differences(w2, b2, (chunk % ACROSS) * BG, N_G, R, RP, BG)
+    # Every chunk decides for some groups; those beyond ACROSS have nothing to decide.
+    weight, bias = differences(w2, b2, (chunk % ACROSS) * BG, N_G, R, RP, BG)
     first_bias = tl.load(b1 + rank, mask=rank < R, other=0.0)
     there = (rank < R)[:, None] & known[None, :]
     place = w1 + rank[:, None] * D + d[None, :]
@@ -150,32 +129,8 @@ def row_kernel(
                 whole *= tl.rsqrt(mean + TAP_EPS)
             whole += first_bias
             for unit in range(chunk, ACROSS, CHUNKS):
-                if SEGMENTS > 0:
-                    if unit >= CHUNKS:
-                        weight, bias = scoring(w2, b2, unit, 0, C, R, RP, BG)
-                    column = tl.arange(0, BG)
-                    z = scores_with(whole, weight, bias)
-                    best = tl.max(z, 0)
-                    pattern = tl.min(tl.where(z == best, column, BG), 0)
-                    pattern = tl.where(best > float("-inf"), pattern, 0)  # also for NaN: one of the patterns
-                    for begin in range(BG, C, BG):
-                        weight, bias = scoring(w2, b2, unit, begin, C, R, RP, BG)
-                        z = scores_with(whole, weight, bias)
-                        highest = tl.max(z, 0)
-                        found = begin + tl.min(tl.where(z == highest, column, BG), 0)
-                        higher = highest > best  # the first of equal ones stays
-                        pattern = tl.where(higher, found, pattern)
-                        best = tl.where(higher, highest, best)
-                    number = tl.load(numbers + unit * C + pattern)
-                    tl.store(ids + unit * rows + row, number)
-                    for begin in range(0, WIDTH, BW):
-                        group = begin + tl.arange(0, BW)
-                        inside = group < WIDTH
-                        runs = tl.load(patterns + (unit * NUMBERED + number) * WIDTH + group, mask=inside)
-                        tl.store(decided + (row * SEGMENTS + unit) * WIDTH + group, runs, mask=inside)
-                else:
-                    if unit >= CHUNKS:
-                        weight, bias = differences(w2, b2, unit * BG, N_G, R, RP, BG)
-                    z = scores_with(whole, weight, bias)
-                    group = unit * BG + tl.arange(0, BG)
-                    tl.store(decided + row * N_G + group, (z >= 0).to(tl.uint8), mask=group < N_G)
+                if unit >= CHUNKS:
+                    weight, bias = differences(w2, b2, unit * BG, N_G, R, RP, BG)
+                z = tl.sum(whole[:, None] * weight, 0) + bias
+                group = unit * BG + tl.arange(0, BG)
+                tl.store(decided + row * N_G + group, (z >= 0).to(tl.uint8), mask=group < N_G)

@@ -61,26 +61,13 @@ def norm_route_problem(
     """The facts that decide the backend of `norm_route`; raises UnsupportedError for what no backend takes."""
     op = "norm_route"
     is_bool(op, early=early)
-    rank = checked_bottleneck(op, x, norm_weight, w1, b1, tap, w2=w2, b2=b2)
-    logits, w2_rank = shape_of(op, "w2", w2, "2N_G r")
-    same_size(op, "r of w2", w2_rank, rank)
-    same_size(op, "the size of b2", shape_of(op, "b2", b2, "2N_G")[0], logits)
-    if logits == 0 or logits % 2:
-        raise UnsupportedError(f"{op}: w2 must have two rows a group, got {logits}")
-    return Problem(op, x.device, x.dtype)
-
-
-def checked_bottleneck(
-    op: str, x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, tap: str, **second: Tensor
-) -> int:
-    """The router's rank, after a look at what the forms of a decision share and at the dtypes of its second layer."""
     if tap not in TAPS:
         raise UnsupportedError(f"{op}: tap must be one of {', '.join(TAPS)}, got {tap!r}")
     same_kind(op, x, norm_weight=norm_weight)
     _, size = shape_of(op, "x", x, "T D")
     same_size(op, "the size of norm_weight", shape_of(op, "norm_weight", norm_weight, "D")[0], size)
     first = {"w1": w1} if w1.dim() != 3 else {}
-    for name, tensor in {**first, "b1": b1, **second}.items():
+    for name, tensor in {**first, "b1": b1, "w2": w2, "b2": b2}.items():
         same_device(op, x, name, tensor)
         if tensor.dtype is not torch.float32:
             raise UnsupportedError(
@@ -95,7 +82,12 @@ def checked_bottleneck(
     rank, w1_size = shape_of(op, "w1", w1, "r D")
     same_size(op, "D of w1", w1_size, size)
     same_size(op, "the size of b1", shape_of(op, "b1", b1, "r")[0], rank)
-    return rank
+    logits, w2_rank = shape_of(op, "w2", w2, "2N_G r")
+    same_size(op, "r of w2", w2_rank, rank)
+    same_size(op, "the size of b2", shape_of(op, "b2", b2, "2N_G")[0], logits)
+    if logits == 0 or logits % 2:
+        raise UnsupportedError(f"{op}: w2 must have two rows a group, got {logits}")
+    return Problem(op, x.device, x.dtype)
 
 
 @torch.library.custom_op(

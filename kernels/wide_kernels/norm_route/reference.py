@@ -26,47 +26,15 @@ def norm_route_reference(
     The router reads x as it is, or with tap="normalised" divided by its root mean square, unrounded and without the
     norm's weight.
     """
-    normalised, hidden = norm_and_bottleneck(x, norm_weight, w1, b1, eps, tap)
-    logits = _linear(hidden, w2, b2).view(x.shape[0], w2.shape[0] // 2, 2)
-    return normalised, logits[..., 0] >= logits[..., 1]
-
-
-def norm_route_patterns_reference(
-    x: Tensor,
-    norm_weight: Tensor,
-    w1: Tensor,
-    b1: Tensor,
-    w2: Tensor,
-    b2: Tensor,
-    numbers: Tensor,
-    eps: float,
-    tap: str = "residual",
-) -> tuple[Tensor, Tensor]:
-    """(normalised x [T, D], ids int32 [S, T]): the number of the pattern that scores best, of equal ones the first."""
-    normalised, hidden = norm_and_bottleneck(x, norm_weight, w1, b1, eps, tap)
-    scores = _linear(hidden, w2.flatten(0, 1), b2.flatten()).view(x.shape[0], *b2.shape)
-    return normalised, numbers.gather(1, scores.argmax(-1).t()).contiguous()
-
-
-def pattern_mask(ids: Tensor, patterns: Tensor) -> Tensor:
-    """The decision group by group: ids int32 [S, T] into bool [S, P, width] -> bool [T, S width]."""
-    segments = torch.arange(patterns.shape[0], device=ids.device)
-    return patterns[segments, ids.t()].flatten(1)
-
-
-def norm_and_bottleneck(
-    x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, eps: float, tap: str
-) -> tuple[Tensor, Tensor]:
-    """(normalised x, what the router's first product gives, fp32 or as exact as x)."""
     with torch.autocast(x.device.type, enabled=False):
         full = x.float() if x.dtype is not torch.float64 else x
         mean_square = full.square().mean(-1, keepdim=True)
         normalised = norm_weight * (full * torch.rsqrt(mean_square + eps)).to(x.dtype)
         read = full * torch.rsqrt(mean_square + TAP_EPS) if tap == "normalised" else full
-        return normalised, _linear(read, whole(w1), b1)
+        logits = _linear(_linear(read, whole(w1), b1), w2, b2).view(x.shape[0], w2.shape[0] // 2, 2)
+        return normalised, logits[..., 0] >= logits[..., 1]
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """In the dtype of x, whatever an autocast says."""
-    with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
+    """In the dtype of x."""
+    return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))

@@ -2,10 +2,10 @@
 
 A program owns a tile of rows times a chunk of D. It stores the tile's share of the sum of squares and of w1 x, waits
 for the other chunks of its rows, adds up the shares (in a fixed order, so results repeat bit by bit), normalises the
-tile, and decides for its part of the (rows, groups), or picks patterns for its part of the (rows, segments). Tall tiles
-read w1 seldom; short chunks keep so little in flight that the second walk over the tile finds it in L2. Where programs
-cannot wait for each other (Triton's interpreter runs one after the other; a GPU with very few multiprocessors), the two
-halves are two launches. A few rows, which fill no tile, have a kernel of their own (few_rows.py).
+tile, and decides for its part of the (rows, groups). Tall tiles read w1 seldom; short chunks keep so little in flight
+that the second walk over the tile finds it in L2. Where programs cannot wait for each other (Triton's interpreter runs
+one after the other; a GPU with very few multiprocessors), the two halves are two launches. A few rows, which fill no
+tile, have a kernel of their own (few_rows.py).
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -23,8 +23,8 @@ from wide_kernels.counters import counters
 from wide_kernels.dispatch import multiprocessors, on_device_of
 from wide_kernels.meeting import meet
 from wide_kernels.norm_route import few_rows
-from wide_kernels.norm_route.configs import GROUPS_AT_ONCE, PATTERNS_AT_ONCE, chunk_config, row_config
-from wide_kernels.norm_route.heads import Head, differences, scoring
+from wide_kernels.norm_route.configs import chunk_config, row_config
+from wide_kernels.norm_route.heads import differences
 from wide_kernels.norm_route.reference import TAP_EPS
 from wide_kernels.tuning.tiles import padded_rows
 
@@ -81,56 +81,6 @@ def decide(whole, weight, bias, decided, row, first, rows, N_G: tl.constexpr, BG
     tl.store(target, (z >= 0).to(tl.uint8), mask=(row < rows)[:, None] & (group < N_G)[None, :])
 
 
-@triton.jit
-def better(whole, weight, bias, first, best, place, BG: tl.constexpr):
-    """(highest score of each row, its pattern) with BG patterns more; the first of equal ones stays."""
-    z = tl.dot(whole, weight, input_precision="ieee") + bias[None, :]
-    highest = tl.max(z, 1)
-    column = tl.min(tl.where(z == highest[:, None], tl.arange(0, BG)[None, :], BG), 1)
-    higher = highest > best  # never for NaN: the place stays one of a pattern
-    return tl.where(higher, highest, best), tl.where(higher, first + column, place)
-
-
-@triton.jit
-def choose(
-    whole,
-    weight,
-    bias,
-    w2,
-    b2,
-    numbers,
-    patterns,
-    ids,
-    decided,
-    row,
-    segment,
-    rows,
-    SEGMENTS: tl.constexpr,
-    C: tl.constexpr,
-    NUMBERED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    R: tl.constexpr,
-    RP: tl.constexpr,
-    BG: tl.constexpr,
-    BW: tl.constexpr,
-):
-    """Store the number of the best pattern of a segment for some rows and, with a WIDTH, its groups."""
-    inside = row < rows
-    best = tl.full(row.shape, float("-inf"), tl.float32)
-    best, place = better(whole, weight, bias, 0, best, tl.zeros(row.shape, tl.int32), BG)
-    for first in range(BG, C, BG):
-        weight, bias = scoring(w2, b2, segment, first, C, R, RP, BG)
-        best, place = better(whole, weight, bias, first, best, place, BG)
-    number = tl.load(numbers + segment * C + place)
-    tl.store(ids + segment.to(tl.int64) * rows + row, number, mask=inside)
-    for first in range(0, WIDTH, BW):
-        group = first + tl.arange(0, BW)
-        known = inside[:, None] & (group < WIDTH)[None, :]
-        runs = tl.load(patterns + (segment * NUMBERED + number)[:, None] * WIDTH + group[None, :], mask=known)
-        target = decided + (row * SEGMENTS + segment)[:, None] * WIDTH + group[None, :]
-        tl.store(target, runs, mask=known)
-
-
 @triton.jit(do_not_specialize=["rows"])
 def chunk_kernel(
     x,
@@ -139,12 +89,9 @@ def chunk_kernel(
     b1,
     w2,
     b2,
-    numbers,
-    patterns,
     squares,
     hidden,
     out,
-    ids,
     decided,
     counter,
     rows,
@@ -152,10 +99,6 @@ def chunk_kernel(
     D: tl.constexpr,
     R: tl.constexpr,
     N_G: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    C: tl.constexpr,
-    NUMBERED: tl.constexpr,
-    WIDTH: tl.constexpr,
     NORMALISED: tl.constexpr,
     TAP_EPS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -166,14 +109,9 @@ def chunk_kernel(
     BK: tl.constexpr,
     BN: tl.constexpr,
     BG: tl.constexpr,
-    BW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One chunk of D of BM rows. HALVES: "first", "second", or "both" with a wait between them.
-
-    Rows decide on N_G groups, or with SEGMENTS > 0 pick one of C patterns in each and store its number and, with a
-    WIDTH, its groups out of `patterns` [SEGMENTS, NUMBERED, WIDTH].
-    """
+    """One chunk of D of BM rows. HALVES: "first", "second", or "both" with a wait between them."""
     CHUNKS: tl.constexpr = (D + BD - 1) // BD
     chunk = tl.program_id(0)
     first_row = tl.program_id(1).to(tl.int64) * BM
@@ -209,13 +147,10 @@ def chunk_kernel(
                     acc = tl.dot(full, down, acc, input_precision="ieee")
         tl.store(squares + chunk * rows + row, tl.sum(square, 1), mask=inside)
         tl.store(hidden + (chunk * rows + row)[:, None] * RP + rank[None, :], acc, mask=inside[:, None])
-    # The decision is cut into units of 16 rows and BG groups or one segment.
-    ACROSS: tl.constexpr = SEGMENTS if SEGMENTS > 0 else (N_G + BG - 1) // BG
+    # The decision is cut into units of 16 rows and BG groups.
+    ACROSS: tl.constexpr = (N_G + BG - 1) // BG
     UNITS: tl.constexpr = (BM // 16) * ACROSS
-    if SEGMENTS > 0:  # ahead of the wait
-        weight, bias = scoring(w2, b2, chunk % ACROSS, 0, C, R, RP, BG)
-    else:
-        weight, bias = differences(w2, b2, (chunk % ACROSS) * BG, N_G, R, RP, BG)
+    weight, bias = differences(w2, b2, (chunk % ACROSS) * BG, N_G, R, RP, BG)  # ahead of the wait
     if HALVES == "both":
         meet(counter + tl.program_id(1), chunk, CHUNKS)
     if HALVES != "first":
@@ -234,79 +169,39 @@ def chunk_kernel(
             column = unit % ACROSS
             some = first_row + (unit // ACROSS) * 16 + tl.arange(0, 16)
             whole = bottleneck(hidden, squares, b1, some, rows, D, R, RP, CHUNKS, NORMALISED, TAP_EPS)
-            if SEGMENTS > 0:
-                if unit >= CHUNKS:
-                    weight, bias = scoring(w2, b2, column, 0, C, R, RP, BG)
-                choose(
-                    whole, weight, bias, w2, b2, numbers, patterns, ids, decided, some, column, rows,
-                    SEGMENTS, C, NUMBERED, WIDTH, R, RP, BG, BW,
-                )  # fmt: skip
-            else:
-                if unit >= CHUNKS:
-                    weight, bias = differences(w2, b2, column * BG, N_G, R, RP, BG)
-                decide(whole, weight, bias, decided, some, column * BG, rows, N_G, BG)
+            if unit >= CHUNKS:
+                weight, bias = differences(w2, b2, column * BG, N_G, R, RP, BG)
+            decide(whole, weight, bias, decided, some, column * BG, rows, N_G, BG)
 
 
 def norm_and_decide(
     x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float, tap: str, early: bool
 ) -> tuple[Tensor, Tensor]:
     """`norm_route` for a contiguous x [T, D]."""
-    groups = w2.shape[0] // 2
-    decided = torch.empty(x.shape[0], groups, dtype=torch.uint8, device=x.device)
-    sizes = {"N_G": groups, "SEGMENTS": 0, "C": 0, "NUMBERED": 0, "WIDTH": 0, "BW": 16}
-    head = Head(w2, b2, decided, decided, decided, decided, sizes)  # no numbers, patterns and ids
-    return _norm_and_route(x, norm_weight, w1, b1, head, eps, tap, early), decided.view(torch.bool)
-
-
-def norm_and_choose(
-    x: Tensor,
-    norm_weight: Tensor,
-    w1: Tensor,
-    b1: Tensor,
-    w2: Tensor,
-    b2: Tensor,
-    numbers: Tensor,
-    patterns: Tensor | None,
-    eps: float,
-    tap: str,
-    early: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`norm_route_patterns` for a contiguous x [T, D]; without patterns the mask has no rows."""
-    rows = x.shape[0]
-    segments, count, _ = w2.shape
-    ids = torch.empty(segments, rows, dtype=torch.int32, device=x.device)
-    sizes = {"N_G": 0, "SEGMENTS": segments, "C": count, "BG": min(padded_rows(count), PATTERNS_AT_ONCE)}
-    if patterns is None:
-        decided = torch.empty(0, 0, dtype=torch.uint8, device=x.device)
-        head = Head(w2, b2, numbers, numbers, ids, ids, sizes | {"NUMBERED": 0, "WIDTH": 0, "BW": 16})
-    else:
-        _, numbered, width = patterns.shape
-        decided = torch.empty(rows, segments * width, dtype=torch.uint8, device=x.device)
-        block = min(padded_rows(width), GROUPS_AT_ONCE)
-        sizes |= {"NUMBERED": numbered, "WIDTH": width, "BW": block}
-        head = Head(w2, b2, numbers, patterns.view(torch.uint8), ids, decided, sizes)
-    return _norm_and_route(x, norm_weight, w1, b1, head, eps, tap, early), ids, decided.view(torch.bool)
-
-
-def _norm_and_route(
-    x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, head: Head, eps: float, tap: str, early: bool
-) -> Tensor:
-    """Normalised x; fills the results of the head."""
     rows, size = x.shape
-    rank = w1.shape[-2]
+    rank, groups = w1.shape[-2], w2.shape[0] // 2
     out = torch.empty_like(x)
+    decided = torch.empty(rows, groups, dtype=torch.uint8, device=x.device)
+    mask = decided.view(torch.bool)
     if rows == 0:
-        return out
+        return out, mask
     padded = padded_rows(rank)
     # A 16-bit x is exact in tf32, and w1 in two parts of it: two products on tensor cores are as good as fp32.
     parts = w1.shape[0] if w1.dim() == 3 else 1 if x.dtype is torch.float32 else 2
     with on_device_of(x):
         few = row_config(rows, size, padded, x.dtype, x.device)
-        config: dict[str, Any] = (chunk_config(rows, size, x.dtype, x.device) if few is None else few) | head.sizes
+        config: dict[str, Any] = chunk_config(rows, size, x.dtype, x.device) if few is None else few
         chunks = triton.cdiv(size, config["BD"])
         together = config.pop("TOGETHER") and x.is_cuda and 1 < chunks <= multiprocessors(x.device)
-        routing = (norm_weight, w1, b1, head.w2, head.b2, head.numbers, head.patterns)
-        config |= {"D": size, "R": rank, "NORMALISED": tap == "normalised", "TAP_EPS": TAP_EPS, "RP": padded}
+        routing = (norm_weight, w1, b1, w2, b2)
+        config |= {
+            "D": size,
+            "R": rank,
+            "N_G": groups,
+            "NORMALISED": tap == "normalised",
+            "TAP_EPS": TAP_EPS,
+            "RP": padded,
+        }
         launches = ("both",) if together else ("first", "second")
         if few is not None:
             config |= {"PARTS": w1.shape[0] if w1.dim() == 3 else 1, "EARLY": early}
@@ -316,9 +211,9 @@ def _norm_and_route(
             words = counters(use, x.device, size) if together else torch.empty(size, dtype=torch.int32, device=x.device)
             for halves in launches:
                 few_rows.row_kernel[(chunks, rows)](
-                    x, *routing, words, out, head.ids, head.decided, rows, eps, HALVES=halves, **config
+                    x, *routing, words, out, decided, rows, eps, HALVES=halves, **config
                 )
-            return out
+            return out, mask
         config["PARTS"] = parts
         tiles = triton.cdiv(rows, config["BM"])
         squares = torch.empty(chunks, rows, dtype=torch.float32, device=x.device)
@@ -326,6 +221,6 @@ def _norm_and_route(
         counter = counters("meeting", x.device, tiles) if together else squares  # not followed then
         for halves in launches:
             chunk_kernel[(chunks, tiles)](
-                x, *routing, squares, hidden, out, head.ids, head.decided, counter, rows, eps, HALVES=halves, **config
+                x, *routing, squares, hidden, out, decided, counter, rows, eps, HALVES=halves, **config
             )
-    return out
+    return out, mask

@@ -16,7 +16,6 @@ from widecli.errors import WideError
 
 COMMANDS: Mapping[str, str] = {
     "calibrate": "Train routers on a frozen model: every token learns which groups to run.",
-    "patterns": "Let a checkpoint's tokens pick one of a few patterns, found without training.",
     "lora": "Train a LoRA adapter, and the routers on, from a calibrated checkpoint.",
     "eval": "Measure a checkpoint beside its dense model: perplexity, tasks, skip rates.",
     "sweep": "Run a grid of recipe values: calibrate, adapt and evaluate every point.",

@@ -73,9 +73,7 @@ def print_dry_run(document: dict[str, Any]) -> None:
     heads = f"{shape['num_attention_heads']}/{shape['num_key_value_heads']} heads of {shape['head_dim']}"
     sizes = f"{shape['num_hidden_layers']} layers, D {shape['hidden_size']}, D' {shape['intermediate_size']}, {heads}"
     groups = f"{plan['attention_group_size']} query heads and {plan['ffn_group_size']} channels a group"
-    if patterns := plan.get("patterns"):
-        groups += f", {patterns['count']} patterns in {patterns['segments']} segments, parts {patterns['parts']}"
-    elif plan["mode"] != "wide":
+    if plan["mode"] != "wide":
         groups = "one group a part" if plan["mode"] == "token" else "one decision a layer"
     per_step = f"{train['batch_size']} x {recipe['data']['sequence_length']}"
     parts = f"weights {_gigabytes(figures['weights_bytes'])}, activations {_gigabytes(figures['activations_bytes'])}"

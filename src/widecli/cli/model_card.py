@@ -69,8 +69,6 @@ def _facts(config: CheckpointConfig) -> Iterator[str]:
     yield f"| mode | {plan.mode}, parts {plan.parts}, tap {plan.tap} |"
     yield f"| group sizes | {plan.attention_group_size} query heads, {plan.ffn_group_size} FFN channels |"
     yield f"| router rank | {plan.rank} |"
-    if plan.patterns:
-        yield f"| patterns | {plan.patterns.described} |"
     if config.adapter:
         yield f"| adapter | LoRA, rank {config.adapter['rank']}, alpha {config.adapter['alpha']} |"
     yield f"| steps | {config.step} |"

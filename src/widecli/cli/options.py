@@ -47,7 +47,7 @@ Sparsity = Annotated[
 GroupSize = Annotated[
     int | None, typer.Option("--G", help="FFN channels in a group, a multiple of 16.", rich_help_panel=_RECIPE)
 ]
-Mode = Annotated[str | None, typer.Option("--mode", help="wide, patterns, token or layer.", rich_help_panel=_RECIPE)]
+Mode = Annotated[str | None, typer.Option("--mode", help="wide, token or layer.", rich_help_panel=_RECIPE)]
 Steps = Annotated[int | None, typer.Option("--steps", help="Optimiser steps.", rich_help_panel=_RECIPE)]
 Seed = Annotated[int | None, typer.Option("--seed", help="Seed of order, noise and start.", rich_help_panel=_RECIPE)]
 FreezeRouters = Annotated[

@@ -54,12 +54,6 @@ Sparsity = Annotated[
     str | None, typer.Option("--sparsity", help="Shares skipped by random masks: 0,0.5.", rich_help_panel=_GRID)
 ]
 GroupSize = Annotated[str | None, typer.Option("--G", help="FFN channels in a group: 64,128.", rich_help_panel=_GRID)]
-Patterns = Annotated[
-    int | None,
-    typer.Option(
-        "--patterns", help="Random FFN masks are one of so many patterns.", rich_help_panel=_GRID, show_default=False
-    ),
-]
 MasksOption = Annotated[
     str | None,
     typer.Option(
@@ -88,7 +82,6 @@ def profile(
     gen: Gen = None,
     sparsity: Sparsity = None,
     group_size: GroupSize = None,
-    patterns: Patterns = None,
     masks: MasksOption = None,
     text: Text = "pydoc-topics",
     dtype: Dtype = None,
@@ -124,7 +117,6 @@ def profile(
             gen=gen,
             sparsity=sparsity,
             group_size=group_size,
-            patterns=patterns,
             ttft=ttft,
             tpot=tpot,
             memory=memory,

@@ -176,7 +176,7 @@ def standing(path: Path, request: Request) -> Standing:
 def _figures(point: dict[str, Any]) -> dict[str, Any]:
     """What a metrics line says of a point."""
     phase = point["phase"]
-    figures = {f"{phase} {key}": point[key] for key in ("batch", "prompt", "sparsity", "group_size", "patterns")}
+    figures = {f"{phase} {key}": point[key] for key in ("batch", "prompt", "sparsity", "group_size")}
     figures |= {f"{phase} {side}": point[side]["p50_ms"] for side in ("dense", "routed")}
     return figures | {f"{phase} speedup": point["speedup"]}
 

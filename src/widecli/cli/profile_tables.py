@@ -17,7 +17,7 @@ def print_points(points: Sequence[Mapping[str, Any]], model: str, masks: str) ->
     rows: list[dict[str, Value]] = []
     for point in points:
         row: dict[str, Value] = {key: point[key] for key in ("batch", "prompt", "sparsity", "group_size", "speedup")}
-        row |= {"phase": point["phase"].upper(), "patterns": point["patterns"]}
+        row["phase"] = point["phase"].upper()
         for side in ("dense", "routed"):
             figures = point[side]
             row |= {side: figures["p50_ms"], f"{side} reached": figures["bound_reached"]}
@@ -34,7 +34,6 @@ def print_points(points: Sequence[Mapping[str, Any]], model: str, masks: str) ->
         Column("prompt", "prompt", "count"),
         Column("sparsity", "S, %", "percent"),
         Column("group_size", "G", "count"),
-        Column("patterns", "patterns", "count"),
     ]
     for side in ("dense", "routed"):
         columns += [
@@ -89,8 +88,7 @@ def print_saturation(most: Sequence[Mapping[str, Any]]) -> None:
             for side in ("dense", "routed")
         )
         what = "prefill" if entry["phase"] == "ttft" else "decode"
-        groups = f"G {entry['group_size']}" + (f", {entry['patterns']} patterns" if entry["patterns"] else "")
-        note(f"{what}, prompt {entry['prompt']}, {rate}, {groups}: {sides}, {entry['speedup']:.2f}x")
+        note(f"{what}, prompt {entry['prompt']}, {rate}, G {entry['group_size']}: {sides}, {entry['speedup']:.2f}x")
 
 
 def _milliseconds(value: float | None) -> str | None:

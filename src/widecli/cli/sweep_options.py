@@ -19,9 +19,7 @@ GroupSizes = Annotated[
 Sparsities = Annotated[
     str | None, typer.Option("--sparsity", help=f"Shares to skip: {_VALUES}.", rich_help_panel=_AXES)
 ]
-Modes = Annotated[
-    str | None, typer.Option("--modes", "--mode", help="wide,patterns,token,layer.", rich_help_panel=_AXES)
-]
+Modes = Annotated[str | None, typer.Option("--modes", "--mode", help="wide,token,layer.", rich_help_panel=_AXES)]
 Seeds = Annotated[str | None, typer.Option("--seed", help=f"Seeds: {_VALUES}.", rich_help_panel=_AXES)]
 Set = Annotated[
     list[str] | None,

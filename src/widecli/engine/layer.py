@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import wide_kernels as wk
-from wide_kernels import PatternLayout
 from widecli.engine.dense_rows import adds_one_row, one_row, project_row, takes_one_row
 from widecli.engine.fused import activate_gate, normalise, project_and_store
 from widecli.engine.ranges import within
@@ -44,8 +41,8 @@ masks at S = 0.5, H200: 44 us against 75 to 103).
 class Layer:
     """Runs one layer. `attention` and `ffn` are its decisions, None = that part is dense.
 
-    `shared`: the attention's decision serves the FFN too (layer mode). `segments`: equal runs of FFN groups that have
-    patterns of their own each. `always`: groups that keys and values make behind those of the queries.
+    `shared`: the attention's decision serves the FFN too (layer mode). `always`: groups that keys and values make
+    behind those of the queries.
     """
 
     def __init__(
@@ -55,7 +52,6 @@ class Layer:
         attention: Decision | None = None,
         ffn: Decision | None = None,
         shared: bool = False,
-        segments: int = 1,
         library: bool = False,
     ) -> None:
         self.index = index
@@ -74,11 +70,8 @@ class Layer:
         # the rows of keys and values, in groups of the queries' width; 0 where they make no whole number of them
         groups, rest = (0, 0) if attention is None else divmod(len(self._kv.weight), width // attention.groups)
         self.always = 0 if rest else groups
-        self._whole = _ffn_part(self.weights, 0, shape.intermediate_size)
-        width = shape.intermediate_size // segments
-        self._parts = [self._whole]
-        if segments > 1:
-            self._parts = [_ffn_part(self.weights, i * width, (i + 1) * width) for i in range(segments)]
+        self._gate = self.weights.gate_up.rows(0, shape.intermediate_size)
+        self._up = self.weights.gate_up.rows(shape.intermediate_size, 2 * shape.intermediate_size)
 
     def run(self, x: Tensor, step: Step) -> Tensor:
         """x [rows, D] -> [rows, D]; x may be overwritten."""
@@ -88,9 +81,9 @@ class Layer:
     def _attend(self, x: Tensor, step: Step) -> tuple[Tensor, Route | None]:
         heads, _, size = self._heads
         normalised, route = self._decide(x, step, self.attention, self.weights.attention_norm)
-        if self._at_once(x, route):
+        if self._at_once(x):
             with within("qkv"):
-                mask = step.cache.nothing if route is None else cast(Tensor, route.mask)
+                mask = step.cache.nothing if route is None else route.mask
                 width = heads * size // max(1, mask.shape[1])
                 q = project_and_store(normalised, self.weights.qkv, mask, width, self._heads, step.places(self.index))
         else:
@@ -102,11 +95,10 @@ class Layer:
             whole = route is not None and self.projects_whole(len(x))
             return self._add(x, o, self.weights.o, None if whole else route, step), route
 
-    def _at_once(self, x: Tensor, route: Route | None) -> bool:
+    def _at_once(self, x: Tensor) -> bool:
         """Whether queries, keys and values take one launch together with their rotation and the cache."""
         norms = self.weights.query_norm is not None or self.weights.key_norm is not None
-        decided = route is None or route.mask is not None
-        return self._by_our_own(x) and self.weights.rotates and not norms and decided
+        return self._by_our_own(x) and self.weights.rotates and not norms
 
     def _queries(self, x: Tensor, step: Step, route: Route | None) -> Tensor:
         """Rotated queries [rows, H_q, d] of the normalised x; keys and values go into the cache."""
@@ -138,33 +130,11 @@ class Layer:
                 normalised, route = normalise(x, self.weights.ffn_norm), attention_route
         else:
             normalised, route = self._decide(x, step, self.ffn, self.weights.ffn_norm)
-        if route is None:
-            with within("gate_up"):
-                hidden = self._gated_whole(normalised, step)
-            with within("down"):
-                return self._add(x, hidden, self.weights.down, None, step)
-        if self.weights.down.bias is not None:
-            x = x.add_(self.weights.down.bias)
-        parts = self._parts if len(route.layouts) > 1 else [self._whole]
-        for part, arguments in zip(parts, route.by_segment, strict=True):
-            x = self._routed(x, normalised, part, arguments)
-        return x
-
-    def _routed(self, x: Tensor, normalised: Tensor, part: _FfnPart, arguments: dict[str, Any]) -> Tensor:
-        """x + what a run of the FFN's channels adds."""
-        gate, up = part.gate, part.up
-        whole = self.projects_whole(len(x))
-        if gate.bias is None and isinstance(arguments.get("layout"), PatternLayout) and not whole:
-            with within("ffn"):
-                return wk.gated_mlp(
-                    normalised, gate.weight, up.weight, part.down, residual=x, activation=self.activation, **arguments
-                )
         with within("gate_up"):
-            hidden = self._gated(normalised, part, arguments)
+            hidden = self._gated_whole(normalised, step) if route is None else self._gated(normalised, route)
         with within("down"):
-            if whole:
-                return x.addmm_(hidden, part.down.t())
-            return wk.gemm_k(hidden, part.down, residual=x, early=True, **arguments)
+            whole = route is not None and self.projects_whole(len(x))
+            return self._add(x, hidden, self.weights.down, None if whole else route, step)
 
     def _by_our_own(self, x: Tensor) -> bool:
         """Whether dense products are made by the routed ones' kernels with nothing skipped, see `dense_rows`."""
@@ -174,7 +144,7 @@ class Layer:
     def _taken(self) -> bool:
         """Whether Triton takes one row of all of this layer's products; asked when the first row comes."""
         weights = self.weights
-        whole = takes_one_row(weights.qkv.weight, self._whole.gate.weight)
+        whole = takes_one_row(weights.qkv.weight, self._gate.weight)
         return whole and adds_one_row(weights.o.weight, weights.down.weight)
 
     def _project(self, x: Tensor, linear: Linear, step: Step) -> Tensor:
@@ -203,15 +173,15 @@ class Layer:
         """Of the weights that whole inputs meet; looked at when the first do, in a run before any is recorded."""
         return bool(self.weights.o.weight.isfinite().all() & self.weights.down.weight.isfinite().all())
 
-    def _gated(self, x: Tensor, part: _FfnPart, arguments: dict[str, Any]) -> Tensor:
-        gate, up = part.gate, part.up
+    def _gated(self, x: Tensor, route: Route) -> Tensor:
+        gate, up = self._gate, self._up
         if gate.bias is None:
-            return wk.gated_mlp_up(x, gate.weight, up.weight, activation=self.activation, **arguments)
-        hidden = wk.gemm_mn(x, gate.weight, bias=gate.bias, activation=self.activation, **arguments)
-        return hidden * wk.gemm_mn(x, up.weight, bias=up.bias, **arguments)
+            return wk.gated_mlp_up(x, gate.weight, up.weight, activation=self.activation, **route.arguments)
+        hidden = wk.gemm_mn(x, gate.weight, bias=gate.bias, activation=self.activation, **route.arguments)
+        return hidden * wk.gemm_mn(x, up.weight, bias=up.bias, **route.arguments)
 
     def _gated_whole(self, x: Tensor, step: Step) -> Tensor:
-        gate, up = self._whole.gate, self._whole.up
+        gate, up = self._gate, self._up
         if gate.bias is None and self._by_our_own(x):
             nothing = step.cache.nothing
             return wk.gated_mlp_up(
@@ -224,22 +194,5 @@ class Layer:
         with within("norm_route"):
             if decision is None:
                 return normalise(x, norm), None
-            normalised, decided = decision.take(x, step.masked)
-            return normalised, step.route(decided)
-
-
-@dataclass(frozen=True)
-class _FfnPart:
-    """Weights of a run of FFN channels; `down` [D, channels] contiguous."""
-
-    gate: Linear
-    up: Linear
-    down: Tensor
-
-
-def _ffn_part(weights: LayerWeights, begin: int, end: int) -> _FfnPart:
-    """Views, but for a part's `down`: its columns are copied."""
-    size = weights.gate_up.weight.shape[0] // 2
-    gate_up = weights.gate_up
-    down = weights.down.weight[:, begin:end].contiguous()
-    return _FfnPart(gate_up.rows(begin, end), gate_up.rows(size + begin, size + end), down)
+            normalised, mask = decision.take(x)
+            return normalised, step.route(mask)

@@ -64,7 +64,7 @@ class InferenceModel:
             return cls.from_dense(backbone)
         if adapter is not None:
             adapter.merge()
-        return cls.from_routed(backbone, config.plan, routed.routers, codebooks=routed.codebooks)
+        return cls.from_routed(backbone, config.plan, routed.routers)
 
     @classmethod
     def from_dense(cls, model: Backbone | nn.Module | ModelWeights, *, library: bool = False) -> InferenceModel:
@@ -83,17 +83,11 @@ class InferenceModel:
         plan: RoutingPlan,
         routers: nn.ModuleDict,
         masks: Masks | None = None,
-        codebooks: nn.ModuleDict | None = None,
     ) -> InferenceModel:
-        """A model with routers and codebooks laid out as in a `RoutedModel`; `masks` decide in their place, but they
-        still run. The FFN runs patterns as such, attention, which has few groups, as the masks that they are.
-        """
+        """A model with routers laid out as in a `RoutedModel`; `masks` decide in their place, but they still run."""
         weights = _weights_of(model)
         plan.validate(weights.shape)
-        if plan.patterns is not None and codebooks is None:
-            raise UsageError("tokens of this plan pick patterns, and there are none: hand in the codebooks too")
-        codebooks = nn.ModuleDict() if codebooks is None else codebooks.to(weights.device)
-        layers, decisions = _routed_layers(weights, plan, routers.to(weights.device), codebooks, masks)
+        layers, decisions = _routed_layers(weights, plan, routers.to(weights.device), masks)
         counter = SkipCounter(plan, weights.shape, decisions) if decisions else None
         return cls(weights, layers, plan, counter, model if isinstance(model, Backbone) else None)
 
@@ -156,7 +150,7 @@ def _weights_of(model: Backbone | nn.Module | ModelWeights) -> ModelWeights:
 
 
 def _routed_layers(
-    weights: ModelWeights, plan: RoutingPlan, routers: nn.ModuleDict, codebooks: nn.ModuleDict, masks: Masks | None
+    weights: ModelWeights, plan: RoutingPlan, routers: nn.ModuleDict, masks: Masks | None
 ) -> tuple[tuple[Layer, ...], dict[tuple[int, PartName], tuple[int, int]]]:
     """Every layer with its decisions, and where each decision's groups stand in the sums of a step."""
     layers: list[Layer] = []
@@ -167,20 +161,15 @@ def _routed_layers(
     for index, layer in enumerate(plan.layers(weights.shape)):
         made: dict[str, Decision] = {}
         ours: Any = routers[str(index)] if str(index) in routers else {}  # noqa: SIM401 - a ModuleDict has no get
-        patterns: Any = codebooks[str(index)] if str(index) in codebooks else {}  # noqa: SIM401
         for name in ("shared", "attention", "ffn"):  # the order in which a step takes them
             if name not in ours:
                 continue
             norm = weights.layers[index].ffn_norm if name == "ffn" else weights.layers[index].attention_norm
-            codebook = patterns[name] if name in patterns else None  # noqa: SIM401
-            router = cast(Router, ours[name])
-            made[name] = Decision(taken, router, norm, masks, codebook, by_pattern=name == "ffn")
+            made[name] = Decision(taken, cast(Router, ours[name]), norm, masks)
             parts: tuple[PartName, ...] = ("attention", "ffn") if name == "shared" else (cast(PartName, name),)
             decisions |= {(index, part): (groups, made[name].groups) for part in parts}
             taken += 1
             groups += made[name].groups
         attention = made.get("shared", made.get("attention"))
-        size = layer.ffn_codebook
-        segments = 1 if size is None or size.complete else size.segments
-        layers.append(Layer(index, weights, attention, made.get("ffn"), layer.shared, segments))
+        layers.append(Layer(index, weights, attention, made.get("ffn"), layer.shared))
     return tuple(layers), decisions

@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-FFN = ("gate_up", "down", "ffn")  # its halves, or both in one operator
-RANGES = ("embed", "norm_route", "qkv", "rope_cache", "attention", "o", *FFN, "lm_head", "statistics")
+RANGES = ("embed", "norm_route", "qkv", "rope_cache", "attention", "o", "gate_up", "down", "lm_head", "statistics")
 """In the order a step meets them; a range's name in a trace is `wide::<name>`."""
 
 _NOTHING: AbstractContextManager[None] = nullcontext()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,6 @@ from torch.nn.attention.bias import causal_lower_right
 import wide_kernels as wk
 from widecli.engine.cache import KVCache
 from widecli.engine.fused import Places, positions, rotate_and_store
-from widecli.engine.patterns import Choice
 from widecli.engine.routing import Route
 
 _LIBRARY_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
@@ -28,9 +26,6 @@ class Step(ABC):
     cache's flat view. `executed` holds for every decision so far how many tokens ran each group: int [N], or the mask
     [B, N] itself.
     """
-
-    masked: ClassVar[bool]
-    """Whether rows that pick patterns must say which groups these run, for operators that take a bare mask."""
 
     def __init__(self, cache: KVCache, tokens: int, cos: Tensor, sin: Tensor, slots: Tensor) -> None:
         self.cache = cache
@@ -58,7 +53,7 @@ class Step(ABC):
         return Places(self._cos, self._sin, k_slots, v_slots, self._slots)
 
     @abstractmethod
-    def route(self, decision: Tensor | Choice) -> Route:
+    def route(self, mask: Tensor) -> Route:
         """A decision as this step's operators take it; remembers what it executes."""
 
     @abstractmethod
@@ -69,8 +64,6 @@ class Step(ABC):
 class PrefillStep(Step):
     """T tokens of every sequence, from slot `begin` on; `valid` bool [B * T] or None = all are real."""
 
-    masked = False
-
     def __init__(
         self, cache: KVCache, tokens: int, begin: int, tables: tuple[Tensor, Tensor], valid: Tensor | None
     ) -> None:
@@ -79,27 +72,12 @@ class PrefillStep(Step):
         where = torch.arange(begin, end, device=cos.device) + cache.first_slots[:, None]
         super().__init__(cache, tokens, cos, sin, where.flatten())
         self._begin, self._end, self._valid = begin, end, valid
-        self._padding = None if valid is None else ~valid
 
-    def route(self, decision: Tensor | Choice) -> Route:
+    def route(self, mask: Tensor) -> Route:
         """Sort the decision; padding runs nothing."""
-        if isinstance(decision, Choice):
-            return self._by_patterns(decision)
-        layout = wk.route_layout(decision if self._valid is None else decision & self._valid[:, None])
+        layout = wk.route_layout(mask if self._valid is None else mask & self._valid[:, None])
         self.executed.append(layout.count)
-        return Route(layout.mask, (layout,))
-
-    def _by_patterns(self, choice: Choice) -> Route:
-        ids, patterns = choice.ids, choice.patterns
-        if self._padding is None:
-            patterns = patterns[:, :-1]
-        else:
-            ids = ids.masked_fill(self._padding, patterns.shape[1] - 1)
-        layouts = [wk.pattern_layout(segment, p) for segment, p in zip(ids, patterns, strict=True)]
-        for layout in layouts:
-            assert layout.count is not None  # it was just made
-            self.executed.append(layout.count)
-        return Route(None, tuple(layouts))
+        return Route(layout.mask, layout)
 
     def attend(self, layer: int, q: Tensor, scale: float, route: Route | None) -> Tensor:
         """See `Step`. Dense is the library's: plainly causal, because padding stands on the right."""
@@ -116,21 +94,18 @@ class PrefillStep(Step):
 class DecodeStep(Step):
     """One token a sequence, at position cache.lengths[b]; attention looks at no more than `keys` slots."""
 
-    masked = True
-
     def __init__(self, cache: KVCache, keys: int, tables: tuple[Tensor, Tensor]) -> None:
         cos, sin, slots, self._visible = positions(cache.lengths, cache.first_slots, tables)
         super().__init__(cache, 1, cos, sin, slots)
         self._keys = keys
 
-    def route(self, decision: Tensor | Choice) -> Route:
+    def route(self, mask: Tensor) -> Route:
         """The bare mask: for a few rows the operators need no layout."""
-        mask = decision.mask if isinstance(decision, Choice) else decision
         self.executed.append(mask)
         return Route(mask)
 
     def attend(self, layer: int, q: Tensor, scale: float, route: Route | None) -> Tensor:
         """See `Step`. Dense goes through the same operator: no library call takes lengths only the device knows."""
-        mask = self.cache.everything if route is None or route.mask is None else route.mask
+        mask = self.cache.everything if route is None else route.mask
         k, v = self.cache.k[layer][:, : self._keys], self.cache.v[layer][:, : self._keys]
         return wk.attention_decode(q, k, v, mask, self._visible, scale)

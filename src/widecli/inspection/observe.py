@@ -14,7 +14,7 @@ from torch import Tensor
 from widecli.errors import UsageError
 from widecli.model import checkpoint
 from widecli.model.backbone import load_backbone
-from widecli.model.gate import Gate, margins
+from widecli.model.gate import margins
 from widecli.model.plan import PartName
 from widecli.model.routed import RoutedModel
 
@@ -100,10 +100,8 @@ class _Certainty:
         self._handles = []
         for key, decision in routed.decisions.items():
 
-            def see(
-                _: torch.nn.Module, args: tuple[Tensor, ...], logits: Tensor, key: Key = key, gate: Gate = decision.gate
-            ) -> None:
-                probability = gate.probability(margins(logits)).double().flatten(0, -2)
+            def see(_: torch.nn.Module, args: tuple[Tensor, ...], logits: Tensor, key: Key = key) -> None:
+                probability = torch.sigmoid(margins(logits)).double().flatten(0, -2)
                 self._sums[key] = self._sums.get(key, 0) + binary_entropy(probability).sum(0).cpu()
                 self._tokens[key] = self._tokens.get(key, 0) + len(probability)
 

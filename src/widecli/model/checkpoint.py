@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from widecli.errors import UsageError
-from widecli.model import patterns
 from widecli.model.identity import BackboneIdentity
 from widecli.model.plan import RoutingPlan
 from widecli.model.router import plain_state
+from widecli.recipe.retired import MODE, RETIRED
 from widecli.storage import atomic_directory
 
 if TYPE_CHECKING:
@@ -31,14 +31,12 @@ if TYPE_CHECKING:
 SCHEMA = "wide.checkpoint/1"
 # Written when there is more than routers: a version that knows the first schema alone would go on without the adapter.
 SCHEMA_WITH_MORE = "wide.checkpoint/2"
-# Written when tokens pick patterns: a version without them would decide by bits and call that the checkpoint's quality.
-SCHEMA_WITH_PATTERNS = "wide.checkpoint/3"
+SCHEMA_OF_PATTERNS = "wide.checkpoint/3"  # read until 0.1, refused since
 # Written when channels are regrouped or skipped groups compensated: without either the routers decide about others.
 SCHEMA_WITH_GROUPS = "wide.checkpoint/4"
-SCHEMAS = (SCHEMA, SCHEMA_WITH_MORE, SCHEMA_WITH_PATTERNS, SCHEMA_WITH_GROUPS)
+SCHEMAS = (SCHEMA, SCHEMA_WITH_MORE, SCHEMA_WITH_GROUPS)
 CONFIG = "wide_config.json"
 ROUTERS = "router.safetensors"
-PATTERNS = "patterns.safetensors"
 COMPENSATION = "compensation.safetensors"
 CHANNELS = "channels.safetensors"
 ADAPTER = "adapter"
@@ -72,9 +70,6 @@ class CheckpointConfig:
         if self.merged is not None:
             more["merged"] = asdict(self.merged)
         schema = SCHEMA_WITH_MORE if more else SCHEMA
-        if self.plan.patterns is not None:
-            more["patterns"] = {**asdict(self.plan.patterns), "file": PATTERNS}
-            schema = SCHEMA_WITH_PATTERNS
         if self.plan.grouping == "clustered" or self.plan.compensation is not None:
             schema = SCHEMA_WITH_GROUPS
         return {
@@ -94,23 +89,19 @@ def save(
     config: CheckpointConfig,
     recipe_yaml: str,
     extra: Mapping[str, Any] | None = None,
-    codebooks: nn.ModuleDict | None = None,
     compensations: nn.ModuleDict | None = None,
     order: Tensor | None = None,
 ) -> None:
     """Write a checkpoint atomically: wide_config.json, router.safetensors, recipe.yaml, README.md.
 
-    `codebooks` go to patterns.safetensors where the plan has patterns, `compensations` to compensation.safetensors
-    where it compensates, the channels' `order` [L, D'] to channels.safetensors where they are regrouped. `extra` maps
-    further file names to a callable that writes them (the training state).
+    `compensations` go to compensation.safetensors where the plan compensates, the channels' `order` [L, D'] to
+    channels.safetensors where they are regrouped. `extra` maps further file names to a callable that writes them (the
+    training state).
     """
     from safetensors.torch import save_file
 
     with atomic_directory(directory) as scratch:
         save_file(plain_state(routers), scratch / ROUTERS, metadata={"format": "pt"})
-        if config.plan.patterns is not None:
-            assert codebooks is not None
-            save_file(patterns.tensors(codebooks), scratch / PATTERNS, metadata={"format": "pt"})
         if config.plan.compensation is not None:
             assert compensations is not None
             state = {key: value.detach().cpu().contiguous() for key, value in compensations.state_dict().items()}
@@ -153,6 +144,8 @@ def read_config(directory: Path) -> CheckpointConfig:
         raise UsageError(f"{directory} is not a checkpoint: it has no {CONFIG}") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read ({error}); take another checkpoint of the run") from error
+    if isinstance(data, dict) and data.get("schema") == SCHEMA_OF_PATTERNS:
+        raise UsageError(f"{directory} was trained with routing.mode={MODE}, {RETIRED}")
     if not isinstance(data, dict) or data.get("schema") not in SCHEMAS:
         found = data.get("schema") if isinstance(data, dict) else None
         raise UsageError(f"{path} has schema {found!r}; this version reads {', '.join(map(repr, SCHEMAS))}")
@@ -177,7 +170,7 @@ def refuse_incomplete(directory: Path) -> None:
     from widecli.model import adapter
 
     config = read_config(directory)
-    for name in (*routing_files(config), "recipe.yaml"):
+    for name in (ROUTERS, "recipe.yaml"):
         if not (directory / name).is_file():
             raise UsageError(f"{directory} lacks its {name}; take another checkpoint of the run")
     if config.adapter_folder:
@@ -185,10 +178,9 @@ def refuse_incomplete(directory: Path) -> None:
 
 
 def routing_files(config: CheckpointConfig) -> tuple[str, ...]:
-    """The files that hold what decides and what stands in: routers, patterns, compensation, the channels' order."""
+    """The files that hold what decides and what stands in: routers, compensation, the channels' order."""
     plan = config.plan
     more = {
-        PATTERNS: plan.patterns is not None,
         COMPENSATION: plan.compensation is not None,
         CHANNELS: plan.grouping == "clustered",
     }
@@ -202,11 +194,12 @@ def section_of(directory: Path) -> ModelSection:
     """
     from widecli.recipe.load import load_text
 
+    config = read_config(directory)
     stored = directory / "recipe.yaml"
     if not stored.is_file():
         raise UsageError(f"{directory} lacks its recipe.yaml; take another checkpoint of the run")
     section = load_text(stored.read_text(encoding="utf-8"), str(stored)).model
-    if read_config(directory).merged:
+    if config.merged:
         section = section.model_copy(update={"name": str(directory), "revision": None})
     return section
 
@@ -229,7 +222,7 @@ def attach(directory: Path, backbone: Backbone) -> tuple[RoutedModel, Adapter | 
     folder = config.adapter_folder
     adapter = Adapter.load(backbone.model, directory / folder) if folder else None
     routed = RoutedModel.attach(backbone.model, config.plan)
-    load_routing(directory, routed)
+    load_routers(directory, routed.routers)
     return routed, adapter
 
 
@@ -237,7 +230,7 @@ def origin_of(directory: Path) -> dict[str, Any]:
     """What a second stage records of the checkpoint it begins with: where it lay, and what tells it from others."""
     config = read_config(directory)
     try:
-        content = b"".join((directory / name).read_bytes() for name in routing_files(config))
+        content = (directory / ROUTERS).read_bytes()
     except OSError as error:
         raise UsageError(f"{directory} cannot be read ({error}); take another checkpoint") from error
     digest = hashlib.sha256(content).hexdigest()[:16]
@@ -250,11 +243,11 @@ def origin_of(directory: Path) -> dict[str, Any]:
 
 
 def content_hash(directory: Path) -> str:
-    """Names what a checkpoint decides and adds: 8 hex digits of its routers, their patterns and its adapter."""
+    """Names what a checkpoint decides and adds: 8 hex digits of its routers and its adapter."""
     from widecli.model.adapter import WEIGHTS
 
     config = read_config(directory)
-    names = routing_files(config) + ((f"{config.adapter_folder}/{WEIGHTS}",) if config.adapter_folder else ())
+    names = (ROUTERS, *((f"{config.adapter_folder}/{WEIGHTS}",) if config.adapter_folder else ()))
     digest = hashlib.sha256()
     try:
         for name in names:
@@ -265,7 +258,7 @@ def content_hash(directory: Path) -> str:
 
 
 def load_routing(directory: Path, routed: RoutedModel) -> None:
-    """Fill a model's routers, codebooks and compensations from a checkpoint of its plan, exactly, and bring its
+    """Fill a model's routers and compensations from a checkpoint of its plan, exactly, and bring its
     channels into the order that they decide about. Raises UsageError.
     """
     load_routers(directory, routed.routers)
@@ -278,8 +271,6 @@ def load_routing(directory: Path, routed: RoutedModel) -> None:
         # the weights of a merged model lie in this order already
         if read_config(directory).merged is None:
             routed.regroup(order, str(directory / CHANNELS))
-    if len(routed.codebooks):
-        patterns.fill(routed.codebooks, _read(directory / PATTERNS), directory / PATTERNS)
 
 
 def load_routers(directory: Path, routers: nn.ModuleDict) -> None:
@@ -341,7 +332,6 @@ def model_card(config: CheckpointConfig) -> str:
         f"| router rank | {plan.rank} |",
         *(["| FFN channels | regrouped: a group holds what tokens need together |"] * (plan.grouping == "clustered")),
         *([f"| a skipped group leaves | {plan.compensation.described} |"] if plan.compensation else []),
-        *([f"| patterns | {plan.patterns.described} |"] if plan.patterns else []),
         f"| steps | {config.step} |",
     ]
     if config.adapter:

@@ -56,13 +56,11 @@ def fixed_flops(shape: ModelShape) -> float:
 
 
 def router_flops(shape: ModelShape, rank: int, layers: Sequence[LayerPlan]) -> float:
-    """FLOPs per token of all routers, the scores of their patterns included."""
+    """FLOPs per token of all routers."""
     total = 0.0
     for layer in layers:
         counts = [1] if layer.shared else [n for n in (layer.attention_groups, layer.ffn_groups) if n]
         total += sum(2.0 * rank * (shape.hidden_size + 2 * n) for n in counts)
-        sizes = [size for part in PARTS if (size := layer.codebook(part))]
-        total += sum(2.0 * size.segments * size.count * size.width for size in sizes)
     return total
 
 

@@ -1,11 +1,8 @@
 """From logits to decisions: hard Gumbel-softmax with a straight-through gradient in training, argmax in inference.
 
-A gate reads the margins `z = execute logit - skip logit` of a decision's groups. `Bits` decides each group by itself,
-a `Codebook` (patterns.py) picks one of its patterns.
-
 With two classes the Gumbel-softmax needs one random number, not two: the difference of two Gumbel variables is
 logistic, and softmax over two logits is a sigmoid of their difference. So a decision is
-`z + noise > 0`, and its gradient that of `sigmoid((z + noise) / temperature)`.
+`z + noise > 0` with `z = execute logit - skip logit`, and its gradient that of `sigmoid((z + noise) / temperature)`.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +19,7 @@ UNIFORM_EPS = 1e-7  # keeps log(u) finite; fp32 has about 1.2e-7 between neighbo
 
 @dataclass(frozen=True)
 class Gumbel:
-    """How a training pass decides: `temperature` is a 0-d fp32 tensor, `noise` [B, T, noise width] logistic."""
+    """How a training pass decides: `temperature` is a 0-d fp32 tensor, `noise` [B, T, total groups] logistic."""
 
     temperature: Tensor
     noise: Tensor
@@ -45,41 +41,6 @@ def gumbel_gate(z: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
     soft = torch.sigmoid(perturbed / temperature)
     hard = (perturbed >= 0).to(soft.dtype)
     return hard + (soft - soft.detach())  # the bracket is exactly 0, so the value stays exactly 0 or 1
-
-
-class Gate(Protocol):
-    """From the margins z [..., N] of a decision to its mask [..., N], a function of each token alone."""
-
-    noise_width: int
-    """Logistic random numbers that a token's sample takes."""
-
-    def decide(self, z: Tensor) -> Tensor:
-        """The decision of inference, bool."""
-
-    def sample(self, z: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
-        """The decision of training: fp32, exactly 0 or 1, with the gradient of its relaxation."""
-
-    def probability(self, z: Tensor) -> Tensor:
-        """The chance that a sample runs each group."""
-
-
-class Bits:
-    """Every group by itself."""
-
-    def __init__(self, groups: int) -> None:
-        self.noise_width = groups
-
-    def decide(self, z: Tensor) -> Tensor:
-        """See `argmax_gate`."""
-        return argmax_gate(z)
-
-    def sample(self, z: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
-        """See `gumbel_gate`."""
-        return gumbel_gate(z, temperature, noise)
-
-    def probability(self, z: Tensor) -> Tensor:
-        """The logistic function of the margin."""
-        return torch.sigmoid(z)
 
 
 def noise_seed(*key: int | str) -> int:

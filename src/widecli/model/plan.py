@@ -11,7 +11,7 @@ from widecli.errors import UsageError
 if TYPE_CHECKING:
     from widecli.recipe.schema import CompensationSection, Recipe, RoutingSection
 
-Mode = Literal["wide", "patterns", "token", "layer"]
+Mode = Literal["wide", "token", "layer"]
 Tap = Literal["residual", "normalised"]
 Grouping = Literal["clustered", "contiguous"]
 PartName = Literal["attention", "ffn"]
@@ -64,58 +64,6 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
-class CodebookSize:
-    """The patterns of one part of one layer: for each of `segments` equal runs of its groups, `count` of them."""
-
-    segments: int
-    count: int
-    width: int  # groups in a segment
-
-    @property
-    def complete(self) -> bool:
-        """Whether every possible pattern is there: deciding by patterns is then deciding group by group."""
-        return self.count == 1 << self.width
-
-
-@dataclass(frozen=True)
-class PatternPlan:
-    """How many patterns a token picks from, in how many segments of the groups, and in which parts."""
-
-    count: int
-    segments: int = 1
-    parts: Literal["all", "attention", "ffn"] = "ffn"
-
-    @property
-    def described(self) -> str:
-        """In a few words."""
-        segments = f" in each of {self.segments} segments" if self.segments > 1 else ""
-        return f"{self.count}{segments}, parts {self.parts}"
-
-    def size(self, part: PartName, groups: int) -> CodebookSize | None:
-        """The codebook of a part with so many groups; None where groups are decided one by one. Raises UsageError.
-
-        Attention has few groups: where all their patterns are no more than `count`, it has them all in one segment.
-        """
-        if groups == 0 or self.parts not in ("all", part):
-            return None
-        if part == "attention" and 2**groups <= self.count:
-            return CodebookSize(1, 2**groups, groups)
-        if groups % self.segments:
-            divisors = [n for n in range(1, groups + 1) if groups % n == 0]
-            raise UsageError(
-                f"{self.segments} pattern segments do not divide the {groups} {part} groups of a layer; valid numbers: "
-                + ", ".join(map(str, divisors))
-            )
-        width = groups // self.segments
-        if part == "ffn" and self.count > 2**width:
-            raise UsageError(
-                f"{width} groups have {2**width} patterns, and {self.count} are asked for: ask for at most as many, "
-                f"or for fewer segments or narrower groups"
-            )
-        return CodebookSize(self.segments, min(self.count, 2**width), width)
-
-
-@dataclass(frozen=True)
 class CompensationPlan:
     """What stands in for skipped groups: a mean for each (`mean`), and a bypass of `rank` (0 = none) a part."""
 
@@ -135,24 +83,15 @@ class CompensationPlan:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Group counts of one layer; 0 = that part always runs. `shared`: one decision serves both parts.
-
-    A part with a codebook lets a token pick a pattern; without one its groups are decided one by one.
-    """
+    """Group counts of one layer; 0 = that part always runs. `shared`: one decision serves both parts."""
 
     attention_groups: int
     ffn_groups: int
     shared: bool = False
-    attention_codebook: CodebookSize | None = None
-    ffn_codebook: CodebookSize | None = None
 
     def groups(self, part: PartName) -> int:
         """Groups of one part."""
         return self.attention_groups if part == "attention" else self.ffn_groups
-
-    def codebook(self, part: PartName) -> CodebookSize | None:
-        """Size of a part's codebook."""
-        return self.attention_codebook if part == "attention" else self.ffn_codebook
 
 
 @dataclass(frozen=True)
@@ -174,7 +113,6 @@ class RoutingPlan:
     mode: Mode = "wide"
     parts: Literal["all", "attention", "ffn"] = "all"
     tap: Tap = "residual"
-    patterns: PatternPlan | None = None  # mode = patterns
     overrides: Mapping[int, LayerOverride] = field(default_factory=dict)
     grouping: Grouping = "contiguous"
     compensation: CompensationPlan | None = None
@@ -196,11 +134,6 @@ class RoutingPlan:
             mode=section.mode,
             parts=section.parts,
             tap=section.tap,
-            patterns=(
-                PatternPlan(section.pattern_count, section.pattern_segments, section.pattern_parts)
-                if section.mode == "patterns"
-                else None
-            ),
             overrides={i: LayerOverride(**layer.model_dump()) for i, layer in sorted(section.layers.items())},
             grouping=section.grouping,
             compensation=compensation,
@@ -225,13 +158,8 @@ class RoutingPlan:
             raise UsageError(
                 f"compensation.rank={self.compensation.rank} must lie between 0 and the hidden size {shape.hidden_size}"
             )
-        if (self.mode == "patterns") != (self.patterns is not None):
-            raise UsageError(f"routing.mode={self.mode} and patterns={self.patterns} do not go together")
         for index in range(shape.num_hidden_layers):
             self._validate_sizes(shape, index)
-        layers = self.layers(shape)
-        if self.patterns and not any(layer.codebook(part) for layer in layers for part in PARTS):
-            raise UsageError(f"the plan routes nothing by patterns: pattern_parts={self.patterns.parts} is not routed")
 
     def _validate_sizes(self, shape: ModelShape, index: int) -> None:
         attention, ffn, parts = self._layer_choices(index)
@@ -258,21 +186,17 @@ class RoutingPlan:
     @property
     def by_groups(self) -> bool:
         """Whether parts are cut into groups; the other modes decide for whole parts or layers."""
-        return self.mode in ("wide", "patterns")
+        return self.mode == "wide"
 
     def layer(self, shape: ModelShape, index: int) -> LayerPlan:
-        """Group counts and codebook sizes of layer `index`."""
+        """Group counts of layer `index`."""
         attention_size, ffn_size, parts = self._layer_choices(index)
         attention = shape.num_attention_heads // attention_size if self.by_groups else 1
         ffn = shape.intermediate_size // ffn_size if self.by_groups else 1
-        attention = attention if parts in ("all", "attention") else 0
-        ffn = ffn if parts in ("all", "ffn") else 0
         return LayerPlan(
-            attention_groups=attention,
-            ffn_groups=ffn,
+            attention_groups=attention if parts in ("all", "attention") else 0,
+            ffn_groups=ffn if parts in ("all", "ffn") else 0,
             shared=self.mode == "layer" and parts == "all",
-            attention_codebook=self.patterns.size("attention", attention) if self.patterns else None,
-            ffn_codebook=self.patterns.size("ffn", ffn) if self.patterns else None,
         )
 
     def layers(self, shape: ModelShape) -> tuple[LayerPlan, ...]:
@@ -284,8 +208,6 @@ class RoutingPlan:
         data = asdict(self)
         data["overrides"] = {str(i): asdict(o) for i, o in self.overrides.items()}
         # left out where off, so that plans from before these existed read and compare as they did
-        if self.patterns is None:
-            del data["patterns"]
         if self.grouping == "contiguous":
             del data["grouping"]
         if self.compensation is None:
@@ -296,6 +218,5 @@ class RoutingPlan:
     def from_json(cls, data: Mapping[str, Any]) -> RoutingPlan:
         """Inverse of `to_json`."""
         overrides = {int(i): LayerOverride(**o) for i, o in data.get("overrides", {}).items()}
-        patterns = PatternPlan(**data["patterns"]) if data.get("patterns") else None
         compensation = CompensationPlan(**data["compensation"]) if data.get("compensation") else None
-        return cls(**{**data, "patterns": patterns, "overrides": overrides, "compensation": compensation})
+        return cls(**{**data, "overrides": overrides, "compensation": compensation})

@@ -24,8 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from widecli.model.channel_order import arrange, refuse_disorder
 from widecli.model.compensation import Compensation, build_compensations, each_compensation
 from widecli.model.families import Family, family_of
-from widecli.model.gate import Bits, Gate, Gumbel, margins
-from widecli.model.patterns import Codebook, build_codebooks
+from widecli.model.gate import Gumbel, argmax_gate, gumbel_gate, margins
 from widecli.model.plan import PARTS, LayerPlan, ModelShape, PartName, RoutingPlan
 from widecli.model.router import Router
 from widecli.model.trace import RoutingTrace
@@ -35,15 +34,10 @@ _SUBSTITUTE = "wide_substitute"
 
 
 class Decision:
-    """One router's decision in the pass that runs now: its inputs (noise, temperature) and its mask [B, T, N].
+    """One router's decision in the pass that runs now: its inputs (noise, temperature) and its mask [B, T, N]."""
 
-    `gate` turns the router's margins into the mask: the codebook if there is one, unless `RoutedModel.bits` says not.
-    """
-
-    def __init__(self, router: Router, codebook: Codebook | None = None) -> None:
+    def __init__(self, router: Router) -> None:
         self.router = router
-        self.codebook = codebook
-        self.gate: Gate = codebook or Bits(router.groups)
         self.active = True
         self.noise: Tensor | None = None
         self.temperature: Tensor | None = None
@@ -55,13 +49,13 @@ class Decision:
         """Decide for the residual `x` [B, T, D]."""
         z = margins(self.router(x))
         if self.probing != "no":
-            mask = torch.ones_like(z) if self.probing == "open" else self.gate.decide(z).float()
+            mask = torch.ones_like(z) if self.probing == "open" else argmax_gate(z).float()
             self.mask = self.probe = mask.detach().requires_grad_(torch.is_grad_enabled())
             return
         if self.noise is None or self.temperature is None:
-            self.mask = self.gate.decide(z)
+            self.mask = argmax_gate(z)
         else:
-            self.mask = self.gate.sample(z, self.temperature, self.noise)
+            self.mask = gumbel_gate(z, self.temperature, self.noise)
 
 
 class Substitute:
@@ -114,8 +108,8 @@ class RoutedModel:
     """A causal LM whose tokens choose their groups; calling the backbone itself routes with argmax.
 
     Attributes: `backbone` (the Hugging Face model), `plan`, `shape`, `layers` (group counts), `routers` (an
-    `nn.ModuleDict` keyed `"<layer>"`, each with the routers of its parts, or `shared` in layer mode), `codebooks` (laid
-    out alike, for the parts that have one), `decisions` (by layer and part).
+    `nn.ModuleDict` keyed `"<layer>"`, each with the routers of its parts, or `shared` in layer mode), `decisions` (by
+    layer and part).
     """
 
     def __init__(self, backbone: nn.Module, plan: RoutingPlan, seed: int = 0) -> None:
@@ -127,7 +121,6 @@ class RoutedModel:
         self.plan = plan
         self.layers: tuple[LayerPlan, ...] = plan.layers(self.shape)
         self.routers = build_routers(plan, self.shape, seed)
-        self.codebooks = build_codebooks(self.layers, seed)
         self.compensations = build_compensations(plan, self.shape, seed)
         self._handles: list[RemovableHandle] = []
         self._traces: list[RoutingTrace] = []
@@ -186,9 +179,9 @@ class RoutedModel:
         return layer.get_submodule(paths[0]), cast(nn.Linear, layer.get_submodule(paths[1]))
 
     @property
-    def noise_width(self) -> int:
-        """Random numbers that one token takes in all layers together: one a group, or one a pattern."""
-        return sum(d.gate.noise_width for d in self._unique_decisions())
+    def total_groups(self) -> int:
+        """Decisions one token takes in all layers together: the width of the noise."""
+        return sum(d.router.groups for d in self._unique_decisions())
 
     def parts_of(self, decision: Decision) -> list[PartName]:
         """The parts a decision serves: one, or both in layer mode."""
@@ -203,19 +196,16 @@ class RoutedModel:
             raise RuntimeError("this backbone already carries routers; detach them first")
         device = next(decoder.parameters()).device
         self.routers.to(device)
-        self.codebooks.to(device)
         compensations = each_compensation(self.compensations.to(device))
         for index, (layer, plan) in enumerate(zip(self.decoder_layers(), self.layers, strict=True)):
             if plan.attention_groups == plan.ffn_groups == 0:
                 continue
             routers = cast(nn.ModuleDict, self.routers[str(index)])
-            codebooks: Any = self.codebooks[str(index)] if str(index) in self.codebooks else {}  # noqa: SIM401
             shared = Decision(cast(Router, routers["shared"])) if plan.shared else None
             for part in PARTS:
                 if plan.groups(part) == 0:
                     continue
-                codebook = codebooks[part] if part in codebooks else None  # noqa: SIM401 - a ModuleDict has no get
-                decision = shared or Decision(cast(Router, routers[part]), codebook)
+                decision = shared or Decision(cast(Router, routers[part]))
                 self.decisions[index, part] = decision
                 norm, output = self.part_modules(layer, part)
                 if part == "attention" or not plan.shared:
@@ -295,19 +285,6 @@ class RoutedModel:
                 substitute.active = active
 
     @contextmanager
-    def bits(self) -> Iterator[None]:
-        """Decide every group by itself inside the block, codebooks or not."""
-        decisions = self._unique_decisions()
-        before = [d.gate for d in decisions]
-        for decision in decisions:
-            decision.gate = Bits(decision.router.groups)
-        try:
-            yield
-        finally:
-            for decision, gate in zip(decisions, before, strict=True):
-                decision.gate = gate
-
-    @contextmanager
     def probing(self, open_gates: bool) -> Iterator[None]:
         """Make every mask a leaf tensor, so that a backward pass inside the block leaves `decision.probe.grad`.
 
@@ -352,7 +329,7 @@ class RoutedModel:
             if gumbel is None:
                 decision.noise = decision.temperature = None
                 continue
-            width = decision.gate.noise_width
+            width = decision.router.groups
             decision.noise = gumbel.noise[..., offset : offset + width].contiguous()
             decision.temperature = gumbel.temperature
             offset += width

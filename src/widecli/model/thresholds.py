@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from widecli.model.budget import Budget
 from widecli.model.cost import overhead_flops, part_flops, part_savings
-from widecli.model.gate import margins
+from widecli.model.gate import argmax_gate, margins
 from widecli.model.plan import PARTS, PartName
 from widecli.model.routed import Decision, RoutedModel
 
@@ -63,26 +63,16 @@ def rows(x: Tensor, valid: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def collect_margins(
-    routed: RoutedModel,
-    batches: Sequence[Batch],
-    under_routing: bool = True,
-    on_output: Callable[[Decision, PartName, Tensor, Tensor], None] | None = None,
+    routed: RoutedModel, batches: Sequence[Batch], under_routing: bool = True
 ) -> dict[Decision, Tensor]:
-    """Each router's margins [n, N] on the real tokens of a text, with the model routed or dense.
-
-    `on_output` is called as by `hooked`, batch by batch, with h [n, K] of the real tokens alone.
-    """
+    """Each router's margins [n, N] on the real tokens of a text, with the model routed or dense."""
     found: dict[Decision, list[Tensor]] = {}
     valid: list[Tensor | None] = [None]
 
     def on_input(decision: Decision, x: Tensor) -> None:
         found.setdefault(decision, []).append(margins(decision.router(rows(x, valid[0]))))
 
-    def on_hidden(decision: Decision, part: PartName, hidden: Tensor, weight: Tensor) -> None:
-        assert on_output is not None
-        on_output(decision, part, rows(hidden, valid[0]), weight)
-
-    with hooked(routed, on_input, on_hidden if on_output else None):
+    with hooked(routed, on_input):
         for ids, mask in batches:
             valid[0] = mask
             with nullcontext() if under_routing else routed.dense():
@@ -90,9 +80,9 @@ def collect_margins(
     return {decision: torch.cat(parts) for decision, parts in found.items()}
 
 
-def skipped_share(decision: Decision, z: Tensor) -> float:
-    """Share of its groups that a decision skips at margins z [n, N]."""
-    return 1 - float(decision.gate.decide(z).float().mean())
+def skipped_share(z: Tensor) -> float:
+    """Share of groups that a decision skips at margins z [n, N]."""
+    return 1 - float(argmax_gate(z).float().mean())
 
 
 @torch.no_grad()
@@ -110,14 +100,13 @@ def meet(
     *,
     passes: int,
     unrouted: bool = False,
-    first: Margins | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[Decision, float]:
     """Shift the routers' biases until routed passes skip what `solve` aims at; returns what came off the margins.
 
     What the present margins promise falls short, always: once more is skipped, the margins of later layers rise. So
     each move is stretched by how far the last one fell short of its promise. `unrouted`: the routers cannot route yet,
-    so the first look is at the dense model. `first`: what the first look would find, if somebody has looked already.
+    so the first look is at the dense model.
     """
     total = dict.fromkeys(routed.decisions.values(), 0.0)
     promised: dict[Decision, float] = {}
@@ -125,8 +114,7 @@ def meet(
     stretch = dict.fromkeys(total, 1.0)
     for i in range(passes):
         say(f"thresholds, pass {i + 1} of {passes}")
-        seen = first if first is not None and i == 0 else None
-        shifts = solve(seen or collect_margins(routed, batches, under_routing=not unrouted or i > 0))
+        shifts = solve(collect_margins(routed, batches, under_routing=not unrouted or i > 0))
         for decision, shift in shifts.items():
             moved = before.get(decision, 0.0)
             if i > (1 if unrouted else 0) and moved * shift > 0:
@@ -184,6 +172,6 @@ def common_shift(z: Margins, weights: Mapping[Decision, float], target: float) -
     if target > 0:
         for _ in range(40):
             middle = (low + high) / 2
-            share = sum(w * skipped_share(d, z[d] - middle) for d, w in weights.items())
+            share = sum(w * skipped_share(z[d] - middle) for d, w in weights.items())
             low, high = (middle, high) if share < target else (low, middle)
     return dict.fromkeys(weights, low)

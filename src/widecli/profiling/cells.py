@@ -110,7 +110,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def all_there(points: object) -> bool:
     """Whether these are points of a profile, none of which lacks what is shown of it."""
-    keys = {"phase", "sparsity", "group_size", "patterns", "masks", "mode", "skip_rate", "speedup", "dense", "routed"}
+    keys = {"phase", "sparsity", "group_size", "masks", "mode", "skip_rate", "speedup", "dense", "routed"}
     return _are_of_cells(points, keys) and all("p50_ms" in point[side] for point in points for side in _SIDES)  # type: ignore[attr-defined]
 
 

@@ -29,8 +29,8 @@ from widecli.profiling.subject import Outline, Settings, Subject, Variant
 from widecli.profiling.trace import breakdown, fixed_share, range_times
 
 Point = dict[str, Any]
-POINTS_SCHEMA = "wide.points/2"
-"""Form of a summary's points. 1 had no `hugging_face` (their figures, or null), `mode` and `patterns`."""
+POINTS_SCHEMA = "wide.points/3"
+"""Form of a summary's points. 1 had no `hugging_face` (their figures, or null) and `mode`; 2 had `patterns`."""
 
 _PROFILED_STEPS = 3
 _COARSE = 0.01  # of all groups: a share skipped that misses the one asked for by more is told
@@ -345,7 +345,6 @@ class Cell:
             "group_size": variant.plan.ffn_group_size,
             "masks": self._settings.masks,
             "mode": variant.plan.mode,
-            "patterns": variant.plan.patterns.count if variant.plan.patterns else None,
             "skip_rate": {"attention": seen.attention, "ffn": seen.ffn, "mean": seen.mean} if seen else None,
             "recorded": self._is_recorded(phase),
             "dense": dense,
@@ -383,7 +382,7 @@ def _fill(session: Session) -> None:
 
 def saturation(points: Sequence[Point]) -> list[dict[str, Any]]:
     """The most tokens a second over all batch sizes, and at which batch, for each phase, prompt and variant."""
-    keys = ("phase", "prompt", "group_size", "masks", "mode", "patterns")
+    keys = ("phase", "prompt", "group_size", "masks", "mode")
     groups: dict[tuple[Any, ...], list[Point]] = {}
     for point in points:
         # a learned rate differs a little with the batch: one variant all the same

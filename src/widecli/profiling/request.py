@@ -60,7 +60,6 @@ class Flags:
     gen: int | None = None
     sparsity: str | None = None
     group_size: str | None = None
-    patterns: int | None = None
     ttft: bool = False
     tpot: bool = False
     memory: bool = False
@@ -144,11 +143,11 @@ class Request:
         """Load or draw the weights. Raises UsageError for what only the model itself can tell."""
         sizes = None if self.settings.masks == "learned" else self.settings.group_sizes
         if self.checkpoint is not None:
-            outline, model = load_checkpoint(self.checkpoint, self.flags.dtype, sizes, self.flags.patterns)
+            outline, model = load_checkpoint(self.checkpoint, self.flags.dtype, sizes)
             subject = subject_of_checkpoint(outline, model, self.settings, words)
         elif self.flags.model is not None:
             dtype = self.flags.dtype or "auto"
-            outline, model = load_dense(self.flags.model, dtype, self.settings.group_sizes, self.flags.patterns)
+            outline, model = load_dense(self.flags.model, dtype, self.settings.group_sizes)
             assert model.backbone is not None
             subject = with_random_masks(outline, model.weights, self.settings, model.backbone.model)
         else:
@@ -213,18 +212,16 @@ def read(flags: Flags) -> Request:
         target = checkpoint.resolve(flags.checkpoint)
         checkpoint.refuse_incomplete(target)
     masks = _masks(flags)
-    if flags.patterns is not None and flags.patterns < 1:
-        raise UsageError(f"--patterns takes a number of patterns, 1 or more, got {flags.patterns}")
     plan = checkpoint.read_config(target).plan if target else None
     sizes = _list("--G", flags.group_size, int, lambda g: g >= 1, "channels, 1 or more")
     sizes = sizes or (plan.ffn_group_size if plan else _GROUP_SIZE,)
     config = None
     if flags.shape is not None:
-        outline, config = outline_of_shape(flags.shape, flags.dtype or "auto", device, sizes, flags.patterns)
+        outline, config = outline_of_shape(flags.shape, flags.dtype or "auto", device, sizes)
     else:
         section = ModelSection(name=flags.model or "") if target is None else checkpoint.section_of(target)
         shape = load_shape(section)
-        plans = (plan,) if plan and masks == "learned" else random_plans(shape, sizes, plan, flags.patterns)
+        plans = (plan,) if plan and masks == "learned" else random_plans(shape, sizes, plan)
         name = checkpoint.read_config(target).backbone.id if target else section.name
         dtype = resolve_dtype(flags.dtype or section.dtype, device)
         outline = Outline(name, shape, dtype, False, None, device, plans)
@@ -261,10 +258,8 @@ def _masks(flags: Flags) -> Masks:
         raise UsageError(f"--masks is learned or random, got {masks!r}")
     if flags.checkpoint is None:
         raise UsageError(f"{flags.shape or flags.model} has no routers: name a checkpoint, or --masks random")
-    if flags.sparsity is not None or flags.group_size is not None or flags.patterns is not None:
-        raise UsageError(
-            "a checkpoint decides its own sparsity and groups; --sparsity, --G and --patterns need --masks random"
-        )
+    if flags.sparsity is not None or flags.group_size is not None:
+        raise UsageError("a checkpoint decides its own sparsity and groups; --sparsity and --G need --masks random")
     return "learned"
 
 
@@ -296,7 +291,6 @@ def _settings(flags: Flags, masks: Masks, sizes: tuple[int, ...], outline: Outli
         throughput=flags.throughput,
         compare_hf=flags.compare_hf,
         dense=cast(Dense, flags.dense),
-        patterns=flags.patterns,
         seconds=flags.seconds,
     )
 

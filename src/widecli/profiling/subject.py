@@ -16,8 +16,7 @@ from widecli.engine.weights import ModelWeights, take_weights
 from widecli.errors import UsageError
 from widecli.model import checkpoint
 from widecli.model.backbone import load_backbone, resolve_dtype
-from widecli.model.patterns import build_codebooks
-from widecli.model.plan import ModelShape, PatternPlan, RoutingPlan
+from widecli.model.plan import ModelShape, RoutingPlan
 from widecli.model.routed import build_routers
 from widecli.profiling.bound import Phase
 from widecli.profiling.shapes import config_of_shape, random_model
@@ -46,7 +45,6 @@ class Settings:
     throughput: bool = False
     compare_hf: bool = False
     dense: Dense = "own"
-    patterns: int | None = None  # that a random row picks from, None = groups skip one by one
     seconds: float = 5.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -85,8 +83,7 @@ class Variant:
     def label(self) -> str:
         """For people."""
         rate = "learned" if self.sparsity is None else f"S {100 * self.sparsity:.4g} %"
-        patterns = f", {self.plan.patterns.described}" if self.plan.patterns else ""
-        return f"{rate}, G {self.plan.ffn_group_size}{patterns}"
+        return f"{rate}, G {self.plan.ffn_group_size}"
 
 
 @dataclass(frozen=True)
@@ -107,27 +104,16 @@ class Subject:
         return self.text.repeat(-(-batch * tokens // len(self.text)))[: batch * tokens].view(batch, tokens)
 
 
-def random_plans(
-    shape: ModelShape, group_sizes: tuple[int, ...], like: RoutingPlan | None, patterns: int | None
-) -> tuple[RoutingPlan, ...]:
-    """A plan for each group size, otherwise like a checkpoint's; with `patterns` FFNs run one of so many.
-
-    Raises UsageError for a size that does not fit.
-    """
+def random_plans(shape: ModelShape, group_sizes: tuple[int, ...], like: RoutingPlan | None) -> tuple[RoutingPlan, ...]:
+    """A plan for each group size, otherwise like a checkpoint's. Raises UsageError for a size that does not fit."""
     base = like or RoutingPlan(shape.query_heads_per_kv_head, group_sizes[0], _RANK)
-    if patterns is not None:
-        base = dataclasses.replace(base, mode="patterns", patterns=PatternPlan(patterns))
-    elif base.patterns is not None:  # a random mask is no pattern
-        base = dataclasses.replace(base, mode="wide", patterns=None)
     plans = tuple(dataclasses.replace(base, ffn_group_size=size) for size in group_sizes)
     for plan in plans:
         plan.validate(shape)
     return plans
 
 
-def outline_of_shape(
-    name: str, dtype: str, device: torch.device, group_sizes: tuple[int, ...], patterns: int | None
-) -> tuple[Outline, Any]:
+def outline_of_shape(name: str, dtype: str, device: torch.device, group_sizes: tuple[int, ...]) -> tuple[Outline, Any]:
     """A known shape and its config; makes nothing."""
     config = config_of_shape(name)
     shape = ModelShape.from_config(config)
@@ -138,7 +124,7 @@ def outline_of_shape(
         bool(config.tie_word_embeddings),
         int(config.max_position_embeddings),
         device,
-        random_plans(shape, group_sizes, None, patterns),
+        random_plans(shape, group_sizes, None),
     )
     return outline, config
 
@@ -149,23 +135,21 @@ def subject_of_shape(outline: Outline, config: Any, settings: Settings) -> Subje
     return with_random_masks(outline, take_weights(model), settings, model)
 
 
-def load_dense(
-    name: str, dtype: str, group_sizes: tuple[int, ...], patterns: int | None
-) -> tuple[Outline, InferenceModel]:
+def load_dense(name: str, dtype: str, group_sizes: tuple[int, ...]) -> tuple[Outline, InferenceModel]:
     """A dense model, to be measured with random masks."""
     model = InferenceModel.from_dense(load_backbone(ModelSection.model_validate({"name": name, "dtype": dtype})))
-    return _outline_of(name, model, random_plans(model.shape, group_sizes, None, patterns)), model
+    return _outline_of(name, model, random_plans(model.shape, group_sizes, None)), model
 
 
 def load_checkpoint(
-    directory: Path, dtype: str | None, group_sizes: tuple[int, ...] | None, patterns: int | None
+    directory: Path, dtype: str | None, group_sizes: tuple[int, ...] | None
 ) -> tuple[Outline, InferenceModel]:
     """A checkpoint; `group_sizes` where random masks replace its decisions."""
     checkpoint.refuse_incomplete(directory)
     model = InferenceModel.from_checkpoint(directory, dtype=dtype)
     if model.plan is None or model.counter is None:
         raise UsageError(f"{directory} routes nothing: its plan leaves every part of every layer dense")
-    plans = (model.plan,) if group_sizes is None else random_plans(model.shape, group_sizes, model.plan, patterns)
+    plans = (model.plan,) if group_sizes is None else random_plans(model.shape, group_sizes, model.plan)
     return _outline_of(checkpoint.read_config(directory).backbone.id, model, plans), model
 
 
@@ -192,8 +176,7 @@ def with_random_masks(outline: Outline, weights: ModelWeights, settings: Setting
     for plan in outline.plans:
         masks = RandomMasks(settings.sparsities[0])
         routers = build_routers(plan, outline.shape)
-        codebooks = build_codebooks(plan.layers(outline.shape))
-        model = InferenceModel.from_routed(weights, plan, routers, masks, codebooks)
+        model = InferenceModel.from_routed(weights, plan, routers, masks)
         variants += [Variant(sparsity, plan, model, masks) for sparsity in settings.sparsities]
     dense = InferenceModel.from_dense(weights, library=settings.dense == "library")
     return Subject(outline, dense, tuple(variants), None, hugging_face)

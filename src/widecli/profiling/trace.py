@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from widecli.engine.ranges import FFN, RANGES, named_ranges
+from widecli.engine.ranges import RANGES, named_ranges
 from widecli.model.plan import ModelShape
 
 PREFIX = "wide::"
@@ -128,6 +128,6 @@ def fixed_share(parts: Mapping[str, float], shape: ModelShape) -> float | None:
     if not parts:
         return None
     query, kv = shape.num_attention_heads, 2 * shape.num_key_value_heads
-    skippable = sum(parts.get(part, 0.0) for part in ("attention", "o", *FFN))
+    skippable = sum(parts.get(part, 0.0) for part in ("attention", "o", "gate_up", "down"))
     skippable += parts.get("qkv", 0.0) * query / (query + kv)
     return 1 - skippable / sum(parts.values())

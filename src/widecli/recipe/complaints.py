@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from widecli.errors import UsageError
 from widecli.recipe.keys import Tree, accepted, accepts, key_before_branch, known_key, leaves, recipe_keys, value_at
+from widecli.recipe.retired import MODE, RETIRED
 
 
 def refuse_odd_numbers(tree: Tree, provenance: Mapping[str, str]) -> None:
@@ -42,6 +43,8 @@ def raise_usage_error(error: ValidationError, tree: Tree, provenance: Mapping[st
 
 
 def _sentence(key: str, value: object, provenance: Mapping[str, str]) -> str:
+    if key == "routing.mode" and value == MODE:
+        return f"{key}={MODE}{_origin(key, provenance)} asks for pattern routing, {RETIRED}."
     valid = accepted(recipe_keys()[key])
     hint = ""
     if isinstance(value, (int, float)) and 2 <= value < 100 and "below 1" in valid:

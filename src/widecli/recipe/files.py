@@ -10,6 +10,7 @@ import yaml
 from widecli.errors import UsageError
 from widecli.recipe.dialect import parse_yaml
 from widecli.recipe.keys import Tree, keys_of, leaves, recipe_keys, section_keys, suggestion
+from widecli.recipe.retired import drop_silent_keys
 from widecli.recipe.schema import NO_COMPENSATION
 
 _BESIDE_STORED = ("wide_config.json", "environment.json", "summary.json")
@@ -147,7 +148,7 @@ def shown_path(path: Path) -> str:
 
 
 def check_keys(tree: Tree, shown: str) -> None:
-    """Refuses unknown sections and keys; an empty section becomes `{}`."""
+    """Refuses unknown sections and keys; an empty section becomes `{}`, retired keys at their default go."""
     for section, value in tree.items():
         if section not in section_keys():
             raise UsageError(f"Unknown key {section} in {shown}; {suggestion(str(section))}")
@@ -155,6 +156,7 @@ def check_keys(tree: Tree, shown: str) -> None:
             tree[section] = {}  # a section whose keys are all commented out
         elif not isinstance(value, dict):
             raise UsageError(f"{section} in {shown} is a section and takes keys ({keys_of(section)}), not {value!r}.")
+    drop_silent_keys(tree)
     for key in leaves(tree):
         if key not in recipe_keys() and key not in section_keys():
             raise UsageError(f"Unknown key {key} in {shown}; {suggestion(key)}")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
+from widecli.recipe.retired import PATTERN_KEYS, RETIRED
 from widecli.recipe.schema import Recipe, Section
 
 Tree = dict[Any, Any]
@@ -52,6 +53,8 @@ def _walk(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInfo]
 
 def suggestion(unknown: str) -> str:
     """What to say after an unknown key: the closest known ones, else the sections."""
+    if unknown in PATTERN_KEYS:
+        return f"it belongs to pattern routing, {RETIRED}."
     candidates: list[str] = []
     last = unknown.rsplit(".", 1)[-1]
     if unknown in ALIASES:

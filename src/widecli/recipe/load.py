@@ -91,13 +91,11 @@ def resolve(
 def recipe_hash(recipe: Recipe) -> str:
     """First 8 hex digits of the SHA-256 of everything but `track`, `sweep` and `distributed`.
 
-    A `lora` section at its defaults, the pattern keys of other modes, contiguous groups and no compensation leave no
-    trace: nothing reads them, and recipes from before they existed keep their hash.
+    A `lora` section at its defaults, contiguous groups, no compensation and no distillation leave no trace: nothing
+    reads them, and recipes from before they existed keep their hash.
     """
     without = {"track", "sweep", "distributed"} | ({"lora"} if recipe.lora == LoraSection() else set())
     content = recipe.model_dump(mode="json", exclude=without)
-    if recipe.routing.mode != "patterns":
-        content["routing"] = {k: v for k, v in content["routing"].items() if not k.startswith("pattern_")}
     routing, compensation = content["routing"], content["compensation"]
     if routing["grouping"] == "contiguous":
         del routing["grouping"]

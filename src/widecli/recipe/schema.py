@@ -67,10 +67,9 @@ class LayerSection(Section):
 class RoutingSection(Section):
     """What a token may skip and how the routers start."""
 
-    mode: Literal["wide", "patterns", "token", "layer"] = Field(
+    mode: Literal["wide", "token", "layer"] = Field(
         "wide",
-        description="wide = groups; patterns = groups by learned patterns; token = one group a part (SkipGPT's "
-        "scheme); layer = one decision a layer",
+        description="wide = groups; token = one group a part (SkipGPT's scheme); layer = one decision a layer",
     )
     parts: Literal["all", "attention", "ffn"] = Field("all", description="which parts of a layer are routed")
     attention_group_size: PositiveInt | None = Field(
@@ -86,23 +85,6 @@ class RoutingSection(Section):
     tap: Literal["residual", "normalised"] = Field("residual", description="what the router reads")
     warm_start: Literal["closed_form", "random"] = Field("closed_form", description="how the routers start")
     warm_start_tokens: PositiveInt = Field(65536, description="tokens behind the closed form")
-    pattern_count: PositiveInt = Field(64, description="patterns a segment has (mode = patterns)")
-    pattern_segments: PositiveInt = Field(1, description="equal runs of a part's groups, each with its own patterns")
-    pattern_parts: Literal["all", "attention", "ffn"] = Field("ffn", description="which routed parts go by patterns")
-    pattern_start: Literal["converted", "random"] = Field(
-        "converted", description="converted = fitted to the started routers' decisions; random = drawn"
-    )
-    pattern_after: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="share of the steps in which groups decide by themselves, before patterns are fitted to them"
-    )
-    pattern_update: Literal["fixed", "learned", "refit"] = Field(
-        "fixed",
-        description="fixed = as they start; learned = by gradient; refit = fitted again every refit_every steps",
-    )
-    pattern_refit_every: PositiveInt = Field(50, description="steps between fits (pattern_update = refit)")
-    pattern_noise_scale: Annotated[float, Field(gt=0)] = Field(
-        1.0, description="divides the scores against the noise; 1 = with all patterns, the same as deciding by bits"
-    )
     layers: dict[int, LayerSection] = Field(default_factory=dict, description="per-layer overrides")
 
     @model_validator(mode="before")
@@ -111,17 +93,6 @@ class RoutingSection(Section):
         if isinstance(data, dict) and "grouping" not in data and data.get("mode", "wide") in ("token", "layer"):
             return {**data, "grouping": "contiguous"}
         return data
-
-    @model_validator(mode="after")
-    def _patterns_match_mode(self) -> RoutingSection:
-        if self.mode != "patterns" and (changed := self.changed_pattern_keys()):
-            raise ValueError(f"routing.{changed[0]} needs routing.mode=patterns, not {self.mode}")
-        return self
-
-    def changed_pattern_keys(self) -> list[str]:
-        """The keys about patterns that are not at their defaults."""
-        fields = RoutingSection.model_fields
-        return [n for n in fields if n.startswith("pattern_") and getattr(self, n) != fields[n].default]
 
 
 class CompensationSection(Section):

@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from widecli.report.load import DENSE
-from widecli.report.pareto import FFN_TIME, Candidate, Front, judged, qualities
+from widecli.report.pareto import Front, qualities
 from widecli.report.points import Figure, Point, best_protocol, items_of
 from widecli.report.reference import PUBLISHED, Published
 from widecli.report.sweeps import Sweep, ThroughputPoint, share_curves
 
 Scale = Literal["linear", "log"]
-# A step changes y before x moves on, or after; pairs are joined two by two.
-Line = Literal["none", "straight", "steps", "steps after", "pairs"]
+# A step changes y before x moves on; pairs are joined two by two.
+Line = Literal["none", "straight", "steps", "pairs"]
 _LETTER_WIDTH, _NAME_HEIGHT = 0.0143, 0.06  # what a name beside a mark takes of a plot
 _WIDE_RANGE = 4  # largest / smallest above which an axis is logarithmic
 
@@ -71,16 +71,11 @@ def slug(text: str) -> str:
 
 
 def front_chart(front: Front) -> Chart:
-    """Quality against gain: a colour for each mode, dominated points hollow, the front as a line of steps.
-
-    Against FFN time, bits and patterns have a front each: on it a point may be hollow, dominated by the others' one.
-    """
-    timed = front.gain.startswith(FFN_TIME)
+    """Quality against gain: a colour for each mode, dominated points hollow, the front as a line of steps."""
     colours: dict[str, list[Mark]] = {}
     named = []
     for candidate in front.candidates:
         point, winner = candidate.point, candidate.dominated_by
-        state = f"dominated by {winner.label}" if winner else "on the front"
         mark = Mark(
             candidate.gain.value,
             candidate.quality.value,
@@ -88,17 +83,15 @@ def front_chart(front: Front) -> Chart:
             tuple(dict.fromkeys((*candidate.quality.runs, *candidate.gain.runs))),
             candidate.quality.spread,
             hollow=winner is not None,
-            note="\n".join(filter(None, (state, candidate.note))),
+            note=f"dominated by {winner.label}" if winner else "on the front",
         )
         colours.setdefault(point.series, []).append(mark)
-        if timed or winner is None:
-            named.append((mark, _short(point, with_sparsity=not timed)))
+        if winner is None:
+            named.append((mark, _short(point)))
     series = [Series(name, tuple(marks)) for name, marks in colours.items()]
-    for name, candidates in _edges(front).items():
-        edge = tuple(Mark(c.gain.value, c.quality.value, c.point.label, ()) for c in candidates)
-        if len(edge) > 1:
-            line: Line = "steps" if front.gain_better == "higher" else "steps after"
-            series.append(Series(name, edge, line=line, dots=False))
+    edge = tuple(Mark(c.gain.value, c.quality.value, c.point.label, ()) for c in front.front)
+    if len(edge) > 1:
+        series.append(Series("front", edge, line="steps", dots=False))
     if second := _second_stages(front):
         series.append(Series("from a calibration to its second stage", second, line="pairs", dots=False))
     marks = [mark for found in colours.values() for mark in found]
@@ -110,14 +103,12 @@ def front_chart(front: Front) -> Chart:
         x_label=gain_label(front.gain),
         y_label=y_label,
         series=tuple(series),
-        caption=" ".join(
-            filter(None, ("Hollow: another configuration is at least as good on both axes.", front.caption))
-        ),
+        caption="Hollow: another configuration is at least as good on both axes.",
         x_percent=is_share(front.gain),
         y_percent=y_percent,
         y_scale=y_scale,
-        named=_uncluttered(_once(named) if timed else named, marks, y_scale),
-        names_below=front.better == "lower" and not timed,
+        named=_uncluttered(named, marks, y_scale),
+        names_below=front.better == "lower",
     )
 
 
@@ -128,18 +119,6 @@ def _second_stages(front: Front) -> tuple[Mark, ...]:
     return tuple(Mark(c.gain.value, c.quality.value, c.point.label, ()) for pair in pairs for c in pair)
 
 
-def _edges(front: Front) -> dict[str, tuple[Candidate, ...]]:
-    """The fronts to draw, by name: that of all, or of bits and of patterns where time is compared."""
-    if not front.gain.startswith(FFN_TIME):
-        return {"front": front.front}
-    found = {}
-    for name, by_patterns in (("front of bits", False), ("front of patterns", True)):
-        kind = [c for c in front.candidates if c.point.mode == DENSE or (c.point.patterns is not None) is by_patterns]
-        alone = replace(front, candidates=judged(kind, front.better, front.gain_better))
-        found[name] = alone.front
-    return found
-
-
 def edge_styles(chart: Chart) -> dict[str, bool]:
     """The lines without dots by name; True for one to be dotted, so that it is told from the dashed one before it."""
     edges = [series.name for series in chart.series if not series.dots]
@@ -148,21 +127,11 @@ def edge_styles(chart: Chart) -> dict[str, bool]:
 
 def is_share(gain: str) -> bool:
     """Whether a gain is a fraction, shown in percent; a speed-up is none."""
-    return gain.startswith(("flops ", FFN_TIME))
+    return gain.startswith("flops ")
 
 
 def _gained(gain: str) -> str:
-    if gain.startswith(FFN_TIME):
-        return "FFN time"
     return "FLOPs skipped" if gain.startswith("flops ") else f"{gain.split(' ')[0].upper()} speed-up"
-
-
-def _once(named: Sequence[tuple[Mark, str]]) -> list[tuple[Mark, str]]:
-    """Each name at the lowest of the marks that share it: the best perplexity of one G and C."""
-    lowest: dict[str, Mark] = {}
-    for mark, text in sorted(named, key=lambda pair: pair[0].y):
-        lowest.setdefault(text, mark)
-    return [(mark, text) for text, mark in lowest.items()]
 
 
 def _scale(values: Iterable[float]) -> Scale:
@@ -196,10 +165,10 @@ def _bare(label: str) -> str:
     return label.removesuffix(" of dense").removesuffix(", %")
 
 
-def _short(point: Point, *, with_sparsity: bool) -> str:
+def _short(point: Point) -> str:
     if point.mode == DENSE:
         return DENSE
-    parts = [f"S {100 * point.sparsity:.4g} %"] if point.sparsity is not None and with_sparsity else []
+    parts = [f"S {100 * point.sparsity:.4g} %"] if point.sparsity is not None else []
     if point.group_size is not None:
         parts.append(f"G {point.group_size:.0f}")
     if point.patterns is not None:
@@ -226,9 +195,6 @@ def gain_label(name: str) -> str:
     """An axis label for what is gained."""
     if name.startswith("flops "):
         return "prunable FLOPs skipped, %"
-    if name.startswith(FFN_TIME):
-        shape, _, rows = name.removeprefix(FFN_TIME).rpartition(" T ")
-        return f"FFN time in {shape} shapes, {int(rows):,} tokens, % of dense"
     phase, *setting = name.split(" ")
     words = {"b": "batch ", "p": "prompt ", "g": "generated "}
     shown = [words[s[0]] + s[1:] if s[0] in words and s[1:].isdecimal() else s for s in setting]

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TRAIN_SPEED, KERNELS = "wide.train_speed/1", "wide_kernels.bench/1"
-_PROGRAMS = {TRAIN_SPEED: "widecli.train.speed", KERNELS: "wide_kernels.bench"}
+TRAIN_SPEED = "wide.train_speed/1"
 _HEAD_BYTES = 256  # the schema stands first
-_SCHEMA = re.compile(rb'^\s*\{\s*"schema":\s*"((?:wide\.train_speed|wide_kernels\.bench)/[^"]+)"')
+_SCHEMA = re.compile(rb'^\s*\{\s*"schema":\s*"(wide\.train_speed/[^"]+)"')
 
 
 class UnreadableError(Exception):
@@ -26,11 +25,6 @@ class Document:
     path: Path
     label: str
     values: Mapping[str, Any]
-
-    @property
-    def schema(self) -> str:
-        """Which program wrote it."""
-        return str(self.values["schema"])
 
     @property
     def results(self) -> list[Mapping[str, Any]]:
@@ -49,17 +43,15 @@ class Document:
         gpus = self.environment.get("gpus")
         if isinstance(gpus, list) and gpus and isinstance(gpus[0], dict):
             return str(gpus[0].get("name") or "")
-        return str(self.environment.get("gpu") or self.environment.get("cpu") or "")
+        return str(self.environment.get("cpu") or "")
 
     @property
     def command(self) -> str:
         """The command that wrote it; older documents recorded its arguments alone."""
         if recorded := self.values.get("command"):
             return str(recorded)
-        words = self.environment.get("arguments")
-        if not isinstance(words, list):
-            words = (self.environment.get("command_line") or [])[1:]
-        return " ".join(["python -m", _PROGRAMS[self.schema], *map(str, words)])
+        words = (self.environment.get("command_line") or [])[1:]
+        return " ".join(["python -m widecli.train.speed", *map(str, words)])
 
 
 def document_schema(path: Path) -> str | None:
@@ -75,13 +67,13 @@ def document_schema(path: Path) -> str | None:
 def read_document(path: Path) -> dict[str, Any]:
     """The whole file. Raises UnreadableError when it is torn, of another version or not what its schema says."""
     schema = document_schema(path)
-    if schema not in _PROGRAMS:
-        raise UnreadableError(f"its schema is {schema!r}; this version reads {' and '.join(map(repr, _PROGRAMS))}")
+    if schema != TRAIN_SPEED:
+        raise UnreadableError(f"its schema is {schema!r}; this version reads {TRAIN_SPEED!r}")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise UnreadableError("it cannot be read") from None
-    results = found.get("results", [])  # a benchmark that only checked has none
+    results = found.get("results")
     if not isinstance(results, list) or not all(isinstance(entry, dict) for entry in results):
         raise UnreadableError("its results are not a list of tables")
-    return {**found, "results": results}
+    return dict(found)

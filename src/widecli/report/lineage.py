@@ -60,7 +60,7 @@ def began_with(run: StoredRun, candidates: Sequence[StoredRun]) -> tuple[StoredR
 
 
 def converted(run: StoredRun) -> bool:
-    """Whether a run measured what `wide patterns` made of a checkpoint, without training.
+    """Whether a run measured what `wide patterns` made of a checkpoint, without training; versions until 0.1 had that.
 
     Older evaluations do not record it; what they measured then lay in a folder that is no run's.
     """

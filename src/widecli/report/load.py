@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from widecli.recipe.retired import PATTERN_KEYS
 from widecli.recipe.schema import Recipe
 from widecli.report.find import StoredRun
 from widecli.report.lineage import began_with, converted, producer_of, producers
@@ -93,6 +94,7 @@ def figure_columns(frame: pd.DataFrame) -> list[str]:
     return [str(column) for column in frame.columns if str(column).startswith(FIGURES)]
 
 
+_ABSENT = object()
 _PATTERN_SIZES = ("routing.pattern_count", "routing.pattern_segments", "routing.pattern_parts")
 
 
@@ -116,6 +118,7 @@ def _identity(run: StoredRun, producer: StoredRun | None, model: str) -> dict[st
         key: value
         for key, value in {**(_defaults() if recipe else {}), **flat(recipe)}.items()
         if key not in _NOT_CONFIGURATION and key.split(".")[0] not in _NOT_CONFIGURATION_SECTIONS
+        if PATTERN_KEYS.get(key, _ABSENT) != value  # later recipes do without them
     }
     stage = producer.command if producer else "patterns" if converted(run) else "calibrate"
     if plan.get("patterns"):  # the plan says how many there are

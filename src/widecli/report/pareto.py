@@ -10,35 +10,27 @@ from widecli.report.load import DENSE
 from widecli.report.points import Figure, Point, items_of, names_of
 
 Direction = Literal["higher", "lower"]
-FFN_TIME = "ffn time "
-"""How the name of a front's gain begins where it is a time, as a share of the dense one."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration in one comparison: what it gains and what quality it has; `note`: what must be known of it."""
+    """A configuration in one comparison: what it gains and what quality it has."""
 
     point: Point
     gain: Figure
     quality: Figure
     dominated_by: Point | None = None
-    note: str = ""
 
 
 @dataclass(frozen=True)
 class Front:
-    """One comparison among the configurations of one model, all measured in the same way.
-
-    `better` and `gain_better` say which quality and which gain are: a gain is more of something saved, or less time.
-    """
+    """One comparison among the configurations of one model, all measured in the same way: more gain is better."""
 
     model: str
     gain: str
     quality: str
     better: Direction
     candidates: tuple[Candidate, ...]
-    gain_better: Direction = "higher"
-    caption: str = ""
 
     @property
     def front(self) -> tuple[Candidate, ...]:
@@ -63,7 +55,7 @@ def fronts(made: Sequence[Point]) -> list[Front]:
             candidates = [c for point in made if (c := _candidate(point, gain, quality)) is not None]
             if any(candidate.point.mode != DENSE for candidate in candidates):
                 better: Direction = "lower" if quality.startswith("perplexity ") else "higher"
-                found.append(Front(made[0].model, gain, quality, better, judged(candidates, better)))
+                found.append(Front(made[0].model, gain, quality, better, _judged(candidates, better)))
     return found
 
 
@@ -92,14 +84,12 @@ def _candidate(point: Point, gain: str, quality: str) -> Candidate | None:
     return Candidate(point, gained, found) if gained is not None and found is not None else None
 
 
-def judged(
-    candidates: Sequence[Candidate], better: Direction, gain_better: Direction = "higher"
-) -> tuple[Candidate, ...]:
+def _judged(candidates: Sequence[Candidate], better: Direction) -> tuple[Candidate, ...]:
     """Mark each candidate that another one equals or beats on both axes, and beats on one."""
-    sign, gain_sign = (1.0 if direction == "higher" else -1.0 for direction in (better, gain_better))
+    sign = 1.0 if better == "higher" else -1.0
 
     def dominates(a: Candidate, b: Candidate) -> bool:
-        gain = gain_sign * (a.gain.value - b.gain.value)
+        gain = a.gain.value - b.gain.value
         quality = sign * (a.quality.value - b.quality.value)
         return gain >= 0 and quality >= 0 and (gain > 0 or quality > 0)
 

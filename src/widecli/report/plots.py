@@ -101,8 +101,8 @@ def _edge(axes: Any, chart: Chart, series: Series, dashes: str) -> None:
     """A dashed line; in steps it is a front: what a configuration with at least that gain reaches."""
     xs, ys = zip(*(_scaled(chart, mark) for mark in series.marks), strict=True)
     style = {"color": "#888888", "linewidth": 1, "linestyle": dashes, "label": series.name, "zorder": 1}
-    if series.line in ("steps", "steps after"):
-        axes.step(xs, ys, where="pre" if series.line == "steps" else "post", **style)
+    if series.line == "steps":
+        axes.step(xs, ys, where="pre", **style)
         return
     step = 2 if series.line == "pairs" else len(xs)
     for i in range(0, len(xs), step):

@@ -10,7 +10,6 @@ from typing import Any
 from widecli import __version__
 from widecli.errors import UsageError
 from widecli.report.charts import Chart, front_chart, sweep_chart, throughput_chart
-from widecli.report.ffn_time import ffn_fronts, ffn_times, without_time
 from widecli.report.find import REPORT_DOCUMENT, Found, find_runs
 from widecli.report.html import Lines, Section, page
 from widecli.report.load import Results, load
@@ -47,7 +46,6 @@ class ModelReport:
     fronts: tuple[Front, ...]
     sweeps: tuple[Sweep, ...]
     throughput: tuple[ThroughputPoint, ...]
-    notes: tuple[str, ...] = ()
 
     def tables(self) -> list[Table]:
         """Summary, tasks, sweeps, speed, comparisons; without the empty ones."""
@@ -95,8 +93,7 @@ class Report:
         """What a reader must know, one line each."""
         several = [f"{len(self.models)} models, each with tables and plots of its own"] if len(self.models) > 1 else []
         left_out = [f"left out {skipped.path}: {skipped.reason}" for skipped in self.found.skipped]
-        models = [note for model in self.models for note in model.notes]
-        return (*several, *self.results.notes, *models, *left_out)
+        return (*several, *self.results.notes, *left_out)
 
 
 def build(folders: Iterable[str | Path]) -> Report:
@@ -111,15 +108,11 @@ def build(folders: Iterable[str | Path]) -> Report:
         count = len(found.runs) + len(found.documents)
         kinds = "calibration, evaluation, profile or training speed"
         raise UsageError(f"the {count} records found hold no {kinds} to report")
-    times = ffn_times(found.documents)
     models = []
     for name in names:
         made = grouped.get(name, [])
         here = tuple(point for point in speeds if point.model == name)
-        compared = (*fronts(made), *ffn_fronts(made, times))
-        models.append(
-            ModelReport(name, tuple(made), compared, tuple(sweeps(made)), here, tuple(without_time(made, times)))
-        )
+        models.append(ModelReport(name, tuple(made), tuple(fronts(made)), tuple(sweeps(made)), here))
     return Report(found, results, tuple(models), scaling)
 
 
@@ -231,7 +224,7 @@ def document_of(report: Report) -> dict[str, Any]:
             for document in report.found.documents
         ],
         "skipped": [{"path": str(skipped.path), "reason": skipped.reason} for skipped in report.found.skipped],
-        "notes": [*report.results.notes, *(note for model in report.models for note in model.notes)],
+        "notes": list(report.results.notes),
     }
 
 
@@ -267,7 +260,6 @@ def _front_document(front: Front) -> dict[str, Any]:
     return {
         "quality": front.quality,
         "gain": front.gain,
-        "gain_better": front.gain_better,
         "better": front.better,
         "points": [
             {

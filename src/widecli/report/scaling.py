@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from widecli.recipe import paper
-from widecli.report.documents import TRAIN_SPEED, Document
+from widecli.report.documents import Document
 from widecli.report.load import number
 
 TENTH = 0.1  # of the paper's steps: what the closed-form start needs
@@ -58,7 +58,6 @@ def scaling_points(documents: Iterable[Document]) -> list[ScalingPoint]:
     found = [
         _point(document, result, float(speed))
         for document in documents
-        if document.schema == TRAIN_SPEED
         for result in document.results
         if (speed := number(result.get("tokens_per_second")))
     ]

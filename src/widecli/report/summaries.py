@@ -10,7 +10,7 @@ from widecli.report.charts import gain_label, is_share, quality_label, slug
 from widecli.report.documents import Document
 from widecli.report.find import StoredRun
 from widecli.report.load import DENSE
-from widecli.report.pareto import FFN_TIME, Front, flops_behind, qualities
+from widecli.report.pareto import Front, qualities
 from widecli.report.points import Figure, Point, best_protocol, fullness_order, items_of, names_of
 from widecli.report.reference import GROUP_SIZES, PUBLISHED, SOURCE
 from widecli.report.sweeps import Sweep, ThroughputPoint, share_curves
@@ -138,13 +138,9 @@ def tasks_table(made: Sequence[Point]) -> Table:
 _HEADS = {"average": "average\naccuracy, %", "retention": "accuracy\nkept, %", "perplexity": "token\nperplexity"}
 
 
-_GAINS = {False: "FLOPs\nskipped, %", True: "FFN time,\n% of dense"}
-
-
 def front_table(front: Front) -> Table:
     """One comparison: every candidate, and what dominates it."""
     rows: list[dict[str, Value]] = []
-    timed = front.gain.startswith(FFN_TIME)
     ordered = sorted(front.candidates, key=lambda c: c.gain.value)
     for candidate in ordered:
         winner = candidate.dominated_by
@@ -154,25 +150,21 @@ def front_table(front: Front) -> Table:
                 "gain": candidate.gain,
                 "quality": candidate.quality,
                 "state": "on the front" if winner is None else f"dominated by {winner.label}",
-                "flops": candidate.point.figures.get(flops_behind(front.quality)) if timed else None,
-                "note": candidate.note,
                 "runs": few(candidate.quality.runs),
             }
         )
     label, percent = quality_label(front.quality)
     columns = (
         Column("configuration", "configuration"),
-        Column("gain", _GAINS[timed], "percent") if is_share(front.gain) else Column("gain", "speed-up", "times"),
+        Column("gain", "FLOPs\nskipped, %", "percent") if is_share(front.gain) else Column("gain", "speed-up", "times"),
         Column("quality", _HEADS[front.quality.split(" ")[0]], "percent" if percent else "figure"),
-        Column("flops", "FLOPs\nskipped, %", "percent", 1),
         Column("state", "state", importance=1),
-        Column("note", "note", importance=3),
         Column("runs", "runs", importance=2),
     )
     name = slug(f"pareto {front.model} {front.quality} {front.gain}")
     runs = tuple(tuple(dict.fromkeys((*c.quality.runs, *c.gain.runs))) for c in ordered)
     title = f"{front.model}: {label} against {gain_label(front.gain)}"
-    return Table(name, title, columns, tuple(rows), front.caption, runs).filled()
+    return Table(name, title, columns, tuple(rows), row_runs=runs)
 
 
 def sweep_table(sweep: Sweep) -> Table:
@@ -336,8 +328,7 @@ def runs_table(runs: Iterable[StoredRun], documents: Iterable[Document] = ()) ->
         rows.append(_provenance(run.label, run.command, model, line, run.path, run.environment))
         names.append((run.label,))
     for document in documents:
-        row = _provenance(document.label, "", "", document.command, document.path, document.environment)
-        rows.append(row | {"device": document.device})
+        rows.append(_provenance(document.label, "", "", document.command, document.path, document.environment))
         names.append((document.label,))
     keys = ("run", "command", "model", "date", "device", "torch", "git", "line", "path")
     heads = {"line": "command line", "git": "revision"}
@@ -349,7 +340,7 @@ def revision(environment: Mapping[str, Any]) -> str:
     """The commit, whether something was on top of it, and which code ran in any case."""
     git = environment.get("git")
     if not isinstance(git, dict):
-        return str(git or environment.get("revision") or "")
+        return str(git or "")
     dirty = "-dirty" if git.get("dirty") else ""
     code = f", code {environment['code']}" if environment.get("code") else ""
     return f"{str(git.get('revision'))[:10]}{dirty}{code}"
@@ -361,7 +352,7 @@ def _provenance(
     gpus = environment.get("gpus")
     gpu = str(gpus[0].get("name")) if isinstance(gpus, list) and gpus and isinstance(gpus[0], dict) else ""
     versions = environment.get("versions")
-    torch = versions.get("torch") if isinstance(versions, dict) else environment.get("torch")
+    torch = versions.get("torch") if isinstance(versions, dict) else ""
     return {
         "run": label,
         "command": command,

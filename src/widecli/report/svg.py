@@ -166,8 +166,7 @@ def _line(series: Series, places: Sequence[tuple[float, float]], css: str) -> st
             path += f"M{x:.1f} {y:.1f}"
             continue
         # steps: between two points of a front only the quality of the one with more gain can be had
-        steps = {"steps": f"V{y:.1f}H{x:.1f}", "steps after": f"H{x:.1f}V{y:.1f}"}
-        path += steps.get(series.line, f"L{x:.1f} {y:.1f}")
+        path += f"V{y:.1f}H{x:.1f}" if series.line == "steps" else f"L{x:.1f} {y:.1f}"
     return f'<path class="line {css}" d="{path}"/>'
 
 

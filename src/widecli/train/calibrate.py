@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 from widecli.model.compensation_fit import fit_compensations
-from widecli.model.pattern_fit import fit_codebooks, observe
 from widecli.model.routed import RoutedModel
 from widecli.model.thresholds import Batch, meet_budget
 from widecli.model.warm_start import WarmStart, closed_form
@@ -14,7 +13,7 @@ from widecli.recipe.load import ResolvedRecipe
 from widecli.recipe.schema import Recipe
 from widecli.track.run import Run
 from widecli.train.grouping import set_up_groups
-from widecli.train.job import Job, Note, check_plan, load_material, set_up_patterns, text_batches
+from widecli.train.job import Job, Note, check_plan, load_material, text_batches
 from widecli.train.loop import Trainables
 from widecli.train.stage import Reporter, run_stage
 
@@ -41,15 +40,8 @@ def prepare(recipe: Recipe, recipe_hash: str, run: Run, note: Note, offline: boo
     trainables = Trainables(
         distill=recipe.train.distill,
         compensation_learning_rate=recipe.compensation.learning_rate,
-        refit_patterns_every=set_up_patterns(routed, recipe.routing),
-        fit_patterns_at=_bits_steps(recipe),
     )
     return Job(recipe, recipe_hash, run, backbone, tokens, routed, budget, trainables, recipe.train.seed)
-
-
-def _bits_steps(recipe: Recipe) -> int:
-    """Steps before patterns decide; always fewer than all."""
-    return int(recipe.routing.pattern_after * recipe.train.steps) if recipe.routing.mode == "patterns" else 0
 
 
 def warm_start_batches(job: Job) -> list[Batch]:
@@ -79,27 +71,14 @@ def _text_of(job: Job) -> str:
 
 
 def _start_routers(job: Job, reporter: Reporter) -> None:
-    recipe, routed = job.recipe, job.routed
-    calibrated = recipe.routing.warm_start == "closed_form"
-    has_patterns = len(routed.codebooks) > 0 and not job.trainables.fit_patterns_at  # else they come later
+    recipe = job.recipe
     batches = warm_start_batches(job)
-    set_up_groups(routed, batches, _text_of(job), recipe.train.seed, reporter.note)
-    if not calibrated and not (has_patterns and recipe.routing.pattern_start == "converted"):
+    set_up_groups(job.routed, batches, _text_of(job), recipe.train.seed, reporter.note)
+    if recipe.routing.warm_start != "closed_form":
         return
     # without steps the start is the result, so it has to meet the budget itself
     share = recipe.budget.start_share if recipe.train.steps else 1.0
-    if calibrated:
-        settings = WarmStart.for_tokens(sum(ids.numel() for ids, _ in batches), share)
-        with routed.bits():
-            closed_form(routed, batches, job.budget, settings, lambda text: reporter.note(f"closed form: {text}"))
-            for _ in range(1 if recipe.train.steps else _ROUNDS_ALONE):
-                _fit_compensations(job, batches, share, reporter.note)
-    if recipe.routing.pattern_start == "converted" and has_patterns:
-        reporter.note("finding patterns")
-        with routed.bits():
-            if calibrated:
-                # fitted to the start itself they would hardly skip, and training could not reach the budget with them
-                meet_budget(routed, batches, job.budget)
-            fit_codebooks(routed, observe(routed, batches), recipe.train.seed)
-    if calibrated and has_patterns:
-        meet_budget(routed, batches, job.budget.scaled(share))
+    settings = WarmStart.for_tokens(sum(ids.numel() for ids, _ in batches), share)
+    closed_form(job.routed, batches, job.budget, settings, lambda text: reporter.note(f"closed form: {text}"))
+    for _ in range(1 if recipe.train.steps else _ROUNDS_ALONE):
+        _fit_compensations(job, batches, share, reporter.note)

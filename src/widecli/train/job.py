@@ -20,13 +20,12 @@ from widecli.model.adapter import Adapter
 from widecli.model.backbone import Backbone, default_device, load_backbone, load_shape, resolve_dtype
 from widecli.model.budget import Budget
 from widecli.model.channel_order import present_order
-from widecli.model.patterns import each_codebook
 from widecli.model.plan import RoutingPlan
 from widecli.model.routed import RoutedModel
 from widecli.model.thresholds import Batch
 from widecli.ranks import current
 from widecli.recipe.load import dump
-from widecli.recipe.schema import Recipe, RoutingSection
+from widecli.recipe.schema import Recipe
 from widecli.track.run import Run
 from widecli.train import state
 from widecli.train.estimate import backbone_parameters, fitting_micro_batch
@@ -132,7 +131,6 @@ class Job:
             config,
             dump(self.recipe),
             extra,
-            codebooks=self.routed.codebooks,
             compensations=self.routed.compensations,
             order=present_order(self.routed.backbone),
         )
@@ -154,7 +152,7 @@ class Job:
                 f"{now.get('checkpoint')}: name that checkpoint, or another --run-dir"
             )
         first = state.load_optimizer(directory, trainer.optimizer, trainer.parameters)
-        checkpoint.load_routing(directory, self.routed)
+        checkpoint.load_routers(directory, self.routed.routers)
         if self.adapter:
             self.adapter.restore(directory / checkpoint.ADAPTER)
         return first
@@ -228,19 +226,6 @@ def text_batches(tokens: TokenSet, wanted_tokens: int, seed: int, device: torch.
         ids, valid = sequences(tokens, order[start : start + size])
         batches.append((ids.to(device), None if valid is None else valid.to(device)))
     return batches
-
-
-def set_up_patterns(routed: RoutedModel, section: RoutingSection, trained: bool = True) -> int | None:
-    """Make a model's codebooks what the recipe says they are in training; returns the steps between fits, if any.
-
-    Before a checkpoint is loaded: learned patterns bring more along than their bits.
-    """
-    for codebook in each_codebook(routed.codebooks).values():
-        codebook.noise_scale = section.pattern_noise_scale
-        if trained and section.pattern_update == "learned":
-            codebook.learn()
-    refit = trained and section.mode == "patterns" and section.pattern_update == "refit"
-    return section.pattern_refit_every if refit else None
 
 
 def check_plan(recipe: Recipe, backbone: Backbone) -> tuple[RoutingPlan, Budget]:

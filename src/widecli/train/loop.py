@@ -8,7 +8,7 @@ runs every n-th sequence of it, and at any time their micro-batches together cou
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from widecli.errors import WideError
-from widecli.model import patterns
 from widecli.model.budget import Budget
 from widecli.model.gate import Gumbel, logistic_noise, noise_seed
 from widecli.model.loss import distillation_loss, next_token_loss
-from widecli.model.pattern_fit import ROUNDS, fit_codebooks, observe
 from widecli.model.routed import RoutedModel
 from widecli.ranks import current
 from widecli.train.distributed import differentiable_total, refuse_shares, sum_gradients
@@ -35,9 +33,6 @@ Fetch = Callable[[int, Sequence[int]], tuple[Tensor, Tensor | None]]
 """(step, rows of the global batch) -> input ids [B, T] and validity mask [B, T] or None, on the CPU."""
 
 _SCALING_ROWS = 4
-FIT_TOKENS = 32768
-REFIT_TOKENS = 16384
-REFIT_ROUNDS = 5
 CPU_MICRO_TOKENS = 4096  # a CPU has no out-of-memory error to back off from
 
 
@@ -66,9 +61,7 @@ class Trainables:
     adapter: Adapter | None = None
     adapter_learning_rate: float = 0.0
     distill: float = 0.0  # share of the objective that the divergence from the dense model makes
-    refit_patterns_every: int | None = None  # steps; None = the codebooks stay, or learn where they have a latent
     compensation_learning_rate: float = 3e-3
-    fit_patterns_at: int = 0  # before this step groups decide by themselves, then patterns are fitted to them
 
 
 ROUTERS_ALONE = Trainables()
@@ -100,23 +93,18 @@ class Trainer:
         self.trainables = trainables
         self.adapter = trainables.adapter
         routed.routers.requires_grad_(trainables.routers)
-        routed.codebooks.requires_grad_(trainables.routers)
         routed.compensations.requires_grad_(trainables.routers)
         routers = dict(routed.routers.named_parameters()) if trainables.routers else {}
-        learned = patterns.parameters(routed.codebooks) if trainables.routers else {}
         substitutes = dict(routed.compensations.named_parameters()) if trainables.routers else {}
         adapted = self.adapter.named_parameters() if self.adapter else {}
         self.parameters = {
             **routers,
-            **learned,
             **{f"compensation.{name}": p for name, p in substitutes.items()},
             **{f"adapter.{name}": p for name, p in adapted.items()},
         }
         groups: list[dict[str, Any]] = []
         if routers:
             groups.append({"params": list(routers.values()), "peak": settings.learning_rate})
-        if learned:  # their size means nothing, their sign all
-            groups.append({"params": list(learned.values()), "peak": settings.learning_rate, "weight_decay": 0.0})
         if substitutes:  # a mean has no reason to be small
             peak = trainables.compensation_learning_rate
             groups.append({"params": list(substitutes.values()), "peak": peak, "weight_decay": 0.0})
@@ -132,7 +120,7 @@ class Trainer:
         self.micro_batch_size = settings.micro_batch_size or self._first_micro_batch_size(sequence_length)
         self.compiled = self.device.type == "cuda" if settings.compile == "auto" else settings.compile
         self._temperature = torch.zeros((), device=self.device)
-        self._unchecked = set(self.parameters)  # no gradient seen yet
+        self._gradients_checked = False
         self.done = 0  # steps computed; records may lag behind
 
     def _first_micro_batch_size(self, sequence_length: int) -> int:
@@ -176,18 +164,12 @@ class Trainer:
         Records come in blocks on a GPU: reading a loss waits for the device, so it happens every tenth step. `stop` is
         asked after each step inside of a block; when it says so, the block ends there.
         """
-        self.ranks.copy_first([*self.parameters.values(), *self.routed.codebooks.buffers()])
-        with self._training(), ExitStack() as bits:
-            fit_at = self.trainables.fit_patterns_at
-            if first < fit_at:
-                bits.enter_context(self.routed.bits())
+        self.ranks.copy_first(self.parameters.values())
+        with self._training():
             pending: list[tuple[int, Tensor]] = []
             started = time.perf_counter()
             tokens = 0
             for step in range(first, last):
-                if fit_at and step == fit_at:
-                    self._fit_patterns(step, anew=True)
-                    bits.close()
                 measured, count = self._step(step)
                 tokens += count
                 pending.append((step, measured))
@@ -240,9 +222,6 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(step, group["peak"])
         self._temperature.fill_(self._temperature_at(step))
-        every = self.trainables.refit_patterns_every
-        if every and step > self.trainables.fit_patterns_at and step % every == 0:
-            self._fit_patterns(step)
         while True:
             try:
                 measured, tokens = self._accumulate(step)
@@ -264,30 +243,12 @@ class Trainer:
             torch.cuda.empty_cache()
         # first and last, the losses, are this rank's summands; distance and rates are those of all ranks already
         measured[::4] = sum_gradients(self.ranks, self.parameters.values(), measured[::4])
-        waiting = patterns.parameters(self.routed.codebooks) if step < self.trainables.fit_patterns_at else {}
-        if self._unchecked:
-            self._check_gradients(waiting)
-        for name in waiting.keys() & self.parameters.keys():  # they are part of the state from the first step on
-            self.parameters[name].grad = torch.zeros_like(self.parameters[name])
+        if not self._gradients_checked:
+            self._check_gradients()
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return torch.cat([measured, norm.detach().reshape(1).float()]), tokens
-
-    def _fit_patterns(self, step: int, anew: bool = False) -> None:
-        """Fit the codebooks to what the routers say now, on the first tokens of the step that follows."""
-        tokens = FIT_TOKENS if anew else REFIT_TOKENS
-        rows = range(min(self.settings.batch_size, max(1, tokens // self._sequence_length)))
-        self.routed.set_gate(None)
-        batches = []
-        for start in range(0, len(rows), self.micro_batch_size):
-            ids, valid = self.fetch(step, rows[start : start + self.micro_batch_size])
-            batches.append((ids.to(self.device), None if valid is None else valid.to(self.device)))
-        # hooks are no part of the compiled layers
-        with torch.compiler.set_stance("force_eager"):
-            observed = observe(self.routed, batches)
-        fit_codebooks(self.routed, observed, self.settings.seed, ROUNDS if anew else REFIT_ROUNDS, refit=not anew)
-        self.ranks.copy_first([*self.routed.codebooks.buffers(), *self.routed.codebooks.parameters()])
 
     def _accumulate(self, step: int) -> tuple[Tensor, int]:
         """Backward over this rank's share; returns [LM loss, budget distance, both rates, divergence] and all tokens.
@@ -321,7 +282,7 @@ class Trainer:
         valid = None if valid is None else valid.to(self.device, non_blocking=True)
         teacher = self._dense_hidden(ids, valid) if self.trainables.distill else None
         if self.trainables.routers:
-            noise = logistic_noise(self.settings.seed, step, rows, ids.shape[1], routed.noise_width, self.device)
+            noise = logistic_noise(self.settings.seed, step, rows, ids.shape[1], routed.total_groups, self.device)
             routed.set_gate(Gumbel(self._temperature, noise))
         with ExitStack() as stack:
             if self.adapter:
@@ -362,14 +323,13 @@ class Trainer:
         return budget.scaled(budget_share(step, steps, budget.start_share, budget.ramp_ratio))
 
     @torch.no_grad()
-    def _check_gradients(self, waiting: Collection[str]) -> None:
-        """Every trainable tensor must have got a gradient in its first step: a broken graph is silent otherwise.
+    def _check_gradients(self) -> None:
+        """Every trainable tensor must have got a gradient in the first step: a broken graph is silent otherwise.
 
         The adapter's and the compensation's may be zero here and there: their A matrices start with B = 0, and a layer
         can skip a whole part or nothing of it.
-        Those `waiting`, patterns that are not in use yet, are asked later.
         """
-        grads = {name: p.grad for name, p in self.parameters.items() if name in self._unchecked - set(waiting)}
+        grads = {name: p.grad for name, p in self.parameters.items()}
         may_be_zero = ("adapter.", "compensation.")
         missing = [n for n, g in grads.items() if g is None or not (n.startswith(may_be_zero) or bool(g.any()))]
         adapted = [g for n, g in grads.items() if n.startswith("adapter.") and g is not None]
@@ -377,4 +337,4 @@ class Trainer:
             missing.append("the adapter")
         if missing:
             raise WideError(f"no gradient reached {', '.join(missing[:5])} ({len(missing)} tensors); this is a bug")
-        self._unchecked &= set(waiting)
+        self._gradients_checked = True

@@ -14,7 +14,7 @@ from widecli.model.routed import RoutedModel
 from widecli.recipe.load import ResolvedRecipe
 from widecli.recipe.schema import Recipe
 from widecli.track.run import Run
-from widecli.train.job import Job, Note, load_material, set_up_patterns
+from widecli.train.job import Job, Note, load_material
 from widecli.train.loop import Trainables
 from widecli.train.sharding import whole_sizes
 from widecli.train.stage import Reporter, run_stage
@@ -58,8 +58,7 @@ def prepare(recipe: Recipe, start: Path, recipe_hash: str, run: Run, note: Note,
     with whole_sizes(backbone.model, backbone.device):
         adapter = Adapter.new(backbone.model, section, seed)
     routed = RoutedModel.attach(backbone.model, config.plan)
-    refit_every = set_up_patterns(routed, recipe.routing, trained=not section.freeze_routers)
-    checkpoint.load_routing(start, routed)
+    checkpoint.load_routers(start, routed.routers)
     trainables = Trainables(
         routers=not section.freeze_routers,
         adapter=adapter,
@@ -67,6 +66,5 @@ def prepare(recipe: Recipe, start: Path, recipe_hash: str, run: Run, note: Note,
         distill=1.0 if section.objective == "distill" else recipe.train.distill,
         # as much below the first stage's as the routers' own
         compensation_learning_rate=recipe.compensation.learning_rate,
-        refit_patterns_every=refit_every,
     )
     return Job(recipe, recipe_hash, run, backbone, tokens, routed, budget, trainables, seed, origin)

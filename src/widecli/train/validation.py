@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 from widecli.evaluate.perplexity import measure_perplexity
@@ -32,9 +31,7 @@ class Validation:
         """The routed model before the first step."""
         if self.name:
             self.note(f"perplexity on {self.name} before the first step")
-            by_bits = self.job.routed.bits() if self.job.trainables.fit_patterns_at else nullcontext()
-            with by_bits:
-                self._log("start", self._perplexity())
+            self._log("start", self._perplexity())
 
     def measure_final(self) -> dict[str, Any]:
         """The trained model; returns the rates seen (on training text when no validation text is named)."""

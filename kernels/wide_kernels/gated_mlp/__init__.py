@@ -1,1 +1,0 @@
-"""A whole gated MLP whose hidden channels are routed."""
