@@ -5,7 +5,7 @@ import torch
 
 from widecli.errors import UsageError
 from widecli.model.budget import Budget
-from widecli.model.cost import part_flops
+from widecli.model.cost import part_flops, router_flops
 from widecli.model.plan import LayerOverride, LayerPlan, ModelShape, RoutingPlan
 from widecli.model.trace import RoutingTrace
 from widecli.recipe.schema import BudgetSection
@@ -65,7 +65,8 @@ def test_uniform_leaves_dense_layers_out_and_counts_the_parts_a_layer_has() -> N
 def test_flops_weighs_the_parts_by_their_cost() -> None:
     distance = Budget("flops", 0.9, context_tokens=32).distance(trace_of(ATTENTION, FFN))
     a, f = part_flops(SHAPE, "attention", 32), part_flops(SHAPE, "ffn", 32)
-    assert distance.item() == pytest.approx(0.9 - (A * a + F * f) / (a + f))
+    routers = router_flops(SHAPE, 2, (LayerPlan(2, 4), LayerPlan(2, 4))) / (2 * (a + f))
+    assert distance.item() == pytest.approx(0.9 + routers - (A * a + F * f) / (a + f)), "net of what the routers cost"
 
 
 def test_flops_agrees_with_what_is_reported() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from tiny_models import random_ids, tiny_model, tiny_routed
 from widecli.model.cost import fixed_flops, flops_skipped, part_flops, part_parameters, router_flops
-from widecli.model.plan import LayerPlan, ModelShape
+from widecli.model.plan import CompensationPlan, LayerPlan, ModelShape
 
 SHAPE = ModelShape(
     num_hidden_layers=2,
@@ -46,15 +46,32 @@ def test_flops_skipped_counted_by_hand() -> None:
     saved = 0.75 * 768 + 0.75 * 1536
     routers = 2 * (36 + 48) * 2
     dense = 2 * (768 + 1536) + 512 + 160
-    assert found.prunable == pytest.approx(saved / (2 * (768 + 1536)))
+    assert found.prunable_gross == pytest.approx(saved / (2 * (768 + 1536)))
+    assert found.prunable == pytest.approx((saved - routers) / (2 * (768 + 1536)))
     assert found.total == pytest.approx((saved - routers) / dense)
     assert found.context_tokens == 7
+
+
+def test_compensation_counted_by_hand() -> None:
+    layers = (LayerPlan(2, 4), LayerPlan(0, 4))
+    plan = CompensationPlan(mean=True, rank=5)
+    found = flops_skipped(SHAPE, 3, layers, [0.5, 0.0], [0.75, 0.25], 7, compensation=plan)
+    saved = 0.5 * 768 + 1.0 * 1536
+    # three routed parts: A and B of 5 x 8 each are 80 multiply-adds; a mean of 8 for each of the skipped groups:
+    # half of 2, three of 4, one of 4
+    added = 3 * 2 * 80 + 2 * 8 * (1 + 3 + 1)
+    routers = 2 * 3 * (8 + 4) + 2 * (2 * 3 * (8 + 8))
+    assert found.prunable == pytest.approx((saved - added - routers) / (2 * (768 + 1536)))
+    assert found.prunable_gross == pytest.approx(saved / (2 * (768 + 1536)))
+    without = flops_skipped(SHAPE, 3, layers, [0.5, 0.0], [0.75, 0.25], 7, compensation=CompensationPlan(False, 5))
+    assert without.prunable - found.prunable == pytest.approx(2 * 8 * 5 / (2 * (768 + 1536)))
 
 
 def test_skipping_nothing_costs_the_routers() -> None:
     layers = (LayerPlan(2, 4), LayerPlan(2, 4))
     found = flops_skipped(SHAPE, 3, layers, [0, 0], [0, 0], 7)
-    assert found.prunable == 0
+    assert found.prunable_gross == 0
+    assert found.prunable == pytest.approx(-2 * 2 * (36 + 48) / (2 * (768 + 1536)))
     assert found.total < 0
 
 
@@ -80,4 +97,6 @@ def test_the_trace_reports_the_share_that_its_rates_cost() -> None:
     cost = {p: part_flops(routed.shape, p, 64) for p in ("attention", "ffn")}  # type: ignore[arg-type]
     rates = {p: trace.layer_rates(p).mean().item() for p in ("attention", "ffn")}  # type: ignore[arg-type]
     expected = sum(rates[p] * cost[p] for p in cost) / sum(cost.values())
-    assert trace.flops_skipped(64).prunable == pytest.approx(expected, abs=1e-6)
+    routers = router_flops(routed.shape, routed.plan.rank, routed.layers) / (2 * sum(cost.values()))
+    assert trace.flops_skipped(64).prunable_gross == pytest.approx(expected, abs=1e-6)
+    assert trace.flops_skipped(64).prunable == pytest.approx(expected - routers, abs=1e-6)

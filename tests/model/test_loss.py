@@ -137,19 +137,33 @@ def test_distillation_equals_torchs_divergence_for_any_chunk(
     counted = torch.ones(2, 6, dtype=torch.bool) if valid is None else valid[:, :-1] & valid[:, 1:]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_module, "CHUNK_BYTES", 8 * words * chunk_rows)
-        divergence, cross_entropy = distillation_loss(hidden, teacher.detach(), weight, ids, valid)
-        (gradient,) = torch.autograd.grad(3.0 * divergence, hidden)
+        objective, divergence, cross_entropy = distillation_loss(hidden, teacher.detach(), weight, ids, valid)
+        (gradient,) = torch.autograd.grad(3.0 * objective, hidden)
     student, wanted = ((x[:, :-1] @ weight.T).log_softmax(-1)[counted] for x in (hidden, teacher.detach()))
     expected = F.kl_div(student, wanted, log_target=True, reduction="sum")
     (expected_gradient,) = torch.autograd.grad(3.0 * expected, hidden)
     torch.testing.assert_close(divergence, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(cross_entropy, next_token_loss(hidden, weight, ids, valid), rtol=1e-4, atol=1e-5)
-    assert not cross_entropy.requires_grad
+    assert not cross_entropy.requires_grad and not divergence.requires_grad
+    assert float(objective) == float(divergence)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_a_mixed_objective_has_the_mixed_gradient(share: float) -> None:
+    hidden, weight, ids = case(0, 2, 7, 13)
+    teacher, _, _ = case(1, 2, 7, 13)
+    objective, divergence, cross_entropy = distillation_loss(hidden, teacher.detach(), weight, ids, None, share=share)
+    (gradient,) = torch.autograd.grad(objective, hidden)
+    whole, _, _ = distillation_loss(hidden, teacher.detach(), weight, ids, None)
+    (of_divergence,) = torch.autograd.grad(whole, hidden)
+    (of_loss,) = torch.autograd.grad(next_token_loss(hidden, weight, ids, None), hidden)
+    torch.testing.assert_close(gradient, share * of_divergence + (1 - share) * of_loss, rtol=1e-4, atol=1e-5)
+    assert float(objective) == pytest.approx(share * float(divergence) + (1 - share) * float(cross_entropy), rel=1e-5)
 
 
 def test_nothing_is_left_to_learn_from_oneself() -> None:
     hidden, weight, ids = case(0, 2, 6, 11)
-    divergence, _ = distillation_loss(hidden, hidden.detach(), weight, ids, None)
-    (gradient,) = torch.autograd.grad(divergence, hidden)
+    objective, divergence, _ = distillation_loss(hidden, hidden.detach(), weight, ids, None)
+    (gradient,) = torch.autograd.grad(objective, hidden)
     assert float(divergence) == 0.0 and not bool(gradient.any())

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from tiny_models import FAMILIES, random_ids, save_model_folder, tiny_config, tiny_model, tiny_plan
 from widecli import ranks
 from widecli.errors import UsageError
 from widecli.model.backbone import empty_model, load_backbone
 from widecli.model.budget import Budget
+from widecli.model.channel_order import arrange
+from widecli.model.plan import CompensationPlan
 from widecli.model.routed import RoutedModel
 from widecli.recipe.schema import DistributedSection, LoraSection, ModelSection, TrainSection
 from widecli.train.distributed import refuse_shares
@@ -134,6 +137,18 @@ def test_one_graph_serves_all_layers_however_they_are_held(
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_channels_of_a_dealt_backbone_move_where_they_lie(group: ranks.Ranks, family: str) -> None:
+    whole, dealt = tiny_model(family), tiny_model(family)
+    shard_layers(dealt, Sharding("full"), torch.device("cpu"))
+    order = torch.stack([torch.randperm(64, generator=torch.Generator().manual_seed(i)) for i in range(2)]).int()
+    arrange(dealt, order)
+    arrange(whole, order)
+    for (name, one), other in zip(whole.named_parameters(), dealt.parameters(), strict=True):
+        found = other.full_tensor() if isinstance(other, DTensor) else other
+        assert torch.equal(one, found), name
+
+
 def tiny_trainer(*, dealt: bool, **train: Any) -> Trainer:
     model = tiny_model(num_hidden_layers=3)
     if dealt:
@@ -142,5 +157,5 @@ def tiny_trainer(*, dealt: bool, **train: Any) -> Trainer:
     def fetch(step: int, rows: Sequence[int]) -> tuple[torch.Tensor, None]:
         return torch.cat([random_ids(1, 10, seed=100 * step + row) for row in rows]), None
 
-    routed = RoutedModel.attach(model, tiny_plan(), seed=0)
+    routed = RoutedModel.attach(model, tiny_plan(compensation=CompensationPlan(rank=3)), seed=0)
     return Trainer(routed, Budget("rate", 0.9), TrainSection(steps=4, batch_size=4, **train), fetch, 10)
