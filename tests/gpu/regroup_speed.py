@@ -1,7 +1,7 @@
 """How long clustering the channels of a large FFN takes, and how much of a planted structure it finds.
 
-`python tests/gpu/regroup_speed.py --layers 32 --channels 14336 --width 128 --tokens 4096` prints seconds a layer, the share
-of planted pairs (two channels of one planted group) that share a group in the result, and the energy captured.
+`python tests/gpu/regroup_speed.py --layers 32 --channels 14336 --width 128 --tokens 4096` prints seconds a layer, the
+share of planted pairs (two channels of one planted group) that share a group in the result, and the energy captured.
 """
 
 from __future__ import annotations
