@@ -188,7 +188,9 @@ def _balanced_kmeans(features: Tensor, width: int, generator: torch.Generator) -
     for _ in range(_KMEANS_ROUNDS):
         # minus the squared distance to the mean, times width^2, without what is the same for all clusters
         closeness = 2 * width * (features @ sums.T) - sums.square().sum(1)
-        order = swap_pairs(closeness, _fill(closeness, width), width)[0]
+        order = _fill(
+            closeness, width
+        )  # swaps here would cost more than they bring: what is climbed later is another sum
         sums = features[order].view(groups, width, -1).sum(1)
     return order
 
