@@ -12,8 +12,8 @@ from render_kernels import table
 HEAD = """## Patterns, SmolLM2-135M on one H200
 
 Measured with versions until 0.1, which had `routing.mode=patterns`: a token picks one of a few patterns of a layer's
-groups. The text, steps (300) and sizes of the first section. `b16` and `b64`: every group of 16 or 64 channels decides by
-itself; `cG-CxP`: the seed-0 run of these converted by `wide patterns --size C --segments P --tokens 32768` without
+groups. The text, steps (300) and sizes of the first section. `b16` and `b64`: every group of 16 or 64 channels decides
+by itself; `cG-CxP`: the seed-0 run of these converted by `wide patterns --size C --segments P --tokens 32768` without
 training; `p16` and `p64`: trained with C = 64 patterns, fitted at the start and in use from the first step, or
 (`after8`) fitted after 8 tenths of the steps to what groups decide by themselves until then; then fixed, learned by
 gradient, or fitted again every 50 steps. `late` is the recipe as it ended, `after8-learned` with patterns that keep
