@@ -41,7 +41,7 @@ def test_the_opening_command_names_this_very_recipe(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in RECIPES if n.split("/")[0] in STAGES])
 def test_a_name_says_model_sparsity_and_groups(name: str) -> None:
-    form = r"(calibrate|lora)/(?P<model>.+)_s(?P<s>\d+)_(?:g(?P<g>\d+)|(?P<whole>token|layer))"
+    form = r"(calibrate|lora)/(?P<model>.+)_s(?P<s>\d+)_(?:g(?P<g>\d+)(?P<paper>_paper)?|(?P<whole>token|layer))"
     match = re.fullmatch(form, name)
     assert match is not None, "recipes of a stage are named model_sparsity_groups"
     recipe = resolve(name).recipe
@@ -50,6 +50,10 @@ def test_a_name_says_model_sparsity_and_groups(name: str) -> None:
     assert recipe.routing.mode == (match["whole"] or "wide")
     if match["g"]:
         assert recipe.routing.ffn_group_size == int(match["g"])
+    papers = match["paper"] is not None or name in PAPER
+    assert (recipe.routing.grouping == "contiguous") == (papers or match["whole"] is not None)
+    assert (recipe.compensation.rank == 0) == (papers or match["whole"] is not None)
+    assert recipe.budget.kind == ("rate" if papers else "flops")
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -69,7 +73,8 @@ def test_a_second_stage_continues_the_first_of_the_same_name(name: str) -> None:
     first, second = resolve(name.replace("lora/", "calibrate/")).recipe, resolve(name).recipe
     assert second.model == first.model and second.data == first.data and second.eval == first.eval
     assert second.budget == first.budget
-    for key in ("mode", "parts", "attention_group_size", "ffn_group_size", "rank", "tap"):
+    assert (second.compensation.mean, second.compensation.rank) == (first.compensation.mean, first.compensation.rank)
+    for key in ("mode", "parts", "attention_group_size", "ffn_group_size", "grouping", "rank", "tap"):
         assert getattr(second.routing, key) == getattr(first.routing, key)
     assert (second.train.steps, second.train.batch_size) == (first.train.steps, first.train.batch_size)
     assert second.train.temperature_start == second.train.temperature_end == first.train.temperature_end
@@ -94,7 +99,8 @@ def test_modes_share_everything_but_the_mode() -> None:
     wide = resolve("smollm2_s50_g64").recipe
     for mode in ("token", "layer"):
         other = resolve(f"smollm2_s50_{mode}").recipe
-        assert other.model_copy(update={"routing": wide.routing}) == wide
+        assert other.model_copy(update={"routing": wide.routing, "compensation": wide.compensation}) == wide
+        assert not other.compensation.mean and not other.compensation.rank
 
 
 def test_every_yaml_below_recipes_is_shipped() -> None:

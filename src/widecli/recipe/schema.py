@@ -103,7 +103,7 @@ class CompensationSection(Section):
         32, description="of a bypass from a part's input to its output, scaled by the share skipped; 0 = none"
     )
     learning_rate: Annotated[float, Field(gt=0)] = Field(
-        3e-3, description="peak for means and bypass, which have no weight decay"
+        1e-2, description="peak for means and bypass, which have no weight decay"
     )
 
 
@@ -111,9 +111,9 @@ class BudgetSection(Section):
     """How much to skip, and how that is counted."""
 
     kind: Literal["rate", "parts", "uniform", "flops"] = Field(
-        "rate",
-        description="rate = mean of both parts' skip rates; parts = a target a part; "
-        "uniform = every layer meets the target; flops = share of the prunable FLOPs",
+        "flops",
+        description="flops = share of the prunable FLOPs, net of what routers and compensation cost; rate = mean of "
+        "both parts' skip rates (the paper's); parts = a target a part; uniform = every layer meets the target",
     )
     sparsity: Fraction = Field(0.5, description="target for rate, uniform and flops")
     attention: Fraction | None = Field(None, description="target of the attention part (kind = parts)")
