@@ -170,7 +170,7 @@ def refuse_incomplete(directory: Path) -> None:
     from widecli.model import adapter
 
     config = read_config(directory)
-    for name in (ROUTERS, "recipe.yaml"):
+    for name in (*routing_files(config), "recipe.yaml"):
         if not (directory / name).is_file():
             raise UsageError(f"{directory} lacks its {name}; take another checkpoint of the run")
     if config.adapter_folder:
@@ -222,7 +222,7 @@ def attach(directory: Path, backbone: Backbone) -> tuple[RoutedModel, Adapter | 
     folder = config.adapter_folder
     adapter = Adapter.load(backbone.model, directory / folder) if folder else None
     routed = RoutedModel.attach(backbone.model, config.plan)
-    load_routers(directory, routed.routers)
+    load_routing(directory, routed)
     return routed, adapter
 
 
@@ -230,7 +230,7 @@ def origin_of(directory: Path) -> dict[str, Any]:
     """What a second stage records of the checkpoint it begins with: where it lay, and what tells it from others."""
     config = read_config(directory)
     try:
-        content = (directory / ROUTERS).read_bytes()
+        content = b"".join((directory / name).read_bytes() for name in routing_files(config))
     except OSError as error:
         raise UsageError(f"{directory} cannot be read ({error}); take another checkpoint") from error
     digest = hashlib.sha256(content).hexdigest()[:16]
@@ -243,11 +243,11 @@ def origin_of(directory: Path) -> dict[str, Any]:
 
 
 def content_hash(directory: Path) -> str:
-    """Names what a checkpoint decides and adds: 8 hex digits of its routers and its adapter."""
+    """Names what a checkpoint decides and adds: 8 hex digits of its routing files and its adapter."""
     from widecli.model.adapter import WEIGHTS
 
     config = read_config(directory)
-    names = (ROUTERS, *((f"{config.adapter_folder}/{WEIGHTS}",) if config.adapter_folder else ()))
+    names = routing_files(config) + ((f"{config.adapter_folder}/{WEIGHTS}",) if config.adapter_folder else ())
     digest = hashlib.sha256()
     try:
         for name in names:
@@ -258,8 +258,8 @@ def content_hash(directory: Path) -> str:
 
 
 def load_routing(directory: Path, routed: RoutedModel) -> None:
-    """Fill a model's routers and compensations from a checkpoint of its plan, exactly, and bring its
-    channels into the order that they decide about. Raises UsageError.
+    """Fill a model's routers and compensations from a checkpoint of its plan, exactly, and bring its channels into the
+    order that they decide about. Raises UsageError.
     """
     load_routers(directory, routed.routers)
     if routed.plan.compensation is not None:

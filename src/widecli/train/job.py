@@ -152,7 +152,7 @@ class Job:
                 f"{now.get('checkpoint')}: name that checkpoint, or another --run-dir"
             )
         first = state.load_optimizer(directory, trainer.optimizer, trainer.parameters)
-        checkpoint.load_routers(directory, self.routed.routers)
+        checkpoint.load_routing(directory, self.routed)
         if self.adapter:
             self.adapter.restore(directory / checkpoint.ADAPTER)
         return first

@@ -58,7 +58,7 @@ def prepare(recipe: Recipe, start: Path, recipe_hash: str, run: Run, note: Note,
     with whole_sizes(backbone.model, backbone.device):
         adapter = Adapter.new(backbone.model, section, seed)
     routed = RoutedModel.attach(backbone.model, config.plan)
-    checkpoint.load_routers(start, routed.routers)
+    checkpoint.load_routing(start, routed)
     trainables = Trainables(
         routers=not section.freeze_routers,
         adapter=adapter,
