@@ -126,9 +126,12 @@ def _solve(compensation: Compensation, xx: Tensor, xy: Tensor, ridge: float) -> 
         fitted = full.T @ gram @ full
         right = torch.linalg.eigh((fitted + fitted.T) / 2).eigenvectors[:, -rank:]
         left = full @ right
+        # A's rows as long as those of a random start: training takes steps of one size, which a smaller A would not
+        # survive. B has the rest.
+        length = left.norm(dim=0).clamp_min(1e-12)
         assert compensation.down is not None and compensation.up is not None
-        compensation.down.copy_(left.T)
-        compensation.up.copy_(right)
+        compensation.down.copy_((left / length).T)
+        compensation.up.copy_(right * length)
         if compensation.mean is not None:
             rest = xy[first] - xx[first, second] @ left @ right.T
             mean_change = _ridge(xx[first, first], rest, ridge, groups)
