@@ -103,7 +103,7 @@ class CompensationSection(Section):
         32, description="of a bypass from a part's input to its output, scaled by the share skipped; 0 = none"
     )
     learning_rate: Annotated[float, Field(gt=0)] = Field(
-        1e-2, description="peak for means and bypass, which have no weight decay"
+        3e-3, description="peak for means and bypass, which have no weight decay"
     )
 
 
