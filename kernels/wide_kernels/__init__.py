@@ -3,8 +3,9 @@
 A mask is bool [T, N_G], True = execute: token t runs group g. `route_layout(mask)` sorts it once for every operator
 that shares the decision; for a few rows (decode) the GEMMs take `mask=` and need no layout. Where tokens choose among
 patterns of groups, `pattern_layout(ids, patterns)` takes its place, and tiles need no scatter. `gated_mlp` is a whole
-MLP, which patterns make a pair of kernels of its own. Importing this package imports neither torch nor triton: a name
-is loaded when it is first used.
+MLP, which patterns make a pair of kernels of its own. What stands in for skipped groups (`StandIn`) is added by
+`gemm_k`, or by `compensate` where a library makes the product. Importing this package imports neither torch nor
+triton: a name is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from wide_kernels.attention_decode.launch import attention_decode
     from wide_kernels.attention_prefill.launch import attention_prefill
+    from wide_kernels.compensate.launch import compensate
     from wide_kernels.dispatch import Explanation, available_backends, explain
     from wide_kernels.errors import UnsupportedError
     from wide_kernels.gated_mlp.launch import gated_mlp
@@ -28,15 +30,18 @@ if TYPE_CHECKING:
     from wide_kernels.norm_route.pieces import in_pieces
     from wide_kernels.pattern_layout import PatternLayout, pattern_layout
     from wide_kernels.similar import similar_order
+    from wide_kernels.stand_in import StandIn, stand_in_weight
 
 __all__ = [
     "Explanation",
     "PatternLayout",
     "RouteLayout",
+    "StandIn",
     "UnsupportedError",
     "attention_decode",
     "attention_prefill",
     "available_backends",
+    "compensate",
     "explain",
     "gated_mlp",
     "gated_mlp_up",
@@ -48,16 +53,19 @@ __all__ = [
     "pattern_layout",
     "route_layout",
     "similar_order",
+    "stand_in_weight",
 ]
 
 _HOMES = {
     "Explanation": "dispatch",
     "PatternLayout": "pattern_layout",
     "RouteLayout": "layout",
+    "StandIn": "stand_in",
     "UnsupportedError": "errors",
     "attention_decode": "attention_decode.launch",
     "attention_prefill": "attention_prefill.launch",
     "available_backends": "dispatch",
+    "compensate": "compensate.launch",
     "explain": "dispatch",
     "gated_mlp": "gated_mlp.launch",
     "gated_mlp_up": "gemm_mn.launch",
@@ -69,6 +77,7 @@ _HOMES = {
     "pattern_layout": "pattern_layout",
     "route_layout": "layout",
     "similar_order": "similar",
+    "stand_in_weight": "stand_in",
 }
 
 

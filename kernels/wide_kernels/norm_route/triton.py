@@ -6,6 +6,10 @@ tile, and decides for its part of the (rows, groups), or picks patterns for its 
 read w1 seldom; short chunks keep so little in flight that the second walk over the tile finds it in L2. Where programs
 cannot wait for each other (Triton's interpreter runs one after the other; a GPU with very few multiprocessors), the two
 halves are two launches. A few rows, which fill no tile, have a kernel of their own (few_rows.py).
+
+    x --+--> w1 x, x^2, A x of a tile --> hidden, squares, byways --wait--+--> normalised x of the tile
+        |                                                                 +--> decisions on some rows and groups
+        +--> the tile again, out of L2, for the normalised x              +--> A x / rms of some rows, what is reduced
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -23,7 +27,7 @@ from wide_kernels.counters import counters
 from wide_kernels.dispatch import multiprocessors, on_device_of
 from wide_kernels.meeting import meet
 from wide_kernels.norm_route import few_rows
-from wide_kernels.norm_route.configs import GROUPS_AT_ONCE, PATTERNS_AT_ONCE, chunk_config, row_config
+from wide_kernels.norm_route.configs import GROUPS_AT_ONCE, PATTERNS_AT_ONCE, chunk_config, row_config, row_words
 from wide_kernels.norm_route.heads import Head, differences, scoring
 from wide_kernels.norm_route.reference import TAP_EPS
 from wide_kernels.tuning.tiles import padded_rows
@@ -70,6 +74,31 @@ def bottleneck(
     if NORMALISED:  # w1 (s x) = s (w1 x)
         whole *= tl.rsqrt(sum_of_chunks(squares, row, inside, rows, CHUNKS) / D + TAP_EPS)[:, None]
     return whole + tl.load(b1 + rank, mask=rank < R, other=0.0)[None, :]
+
+
+@triton.jit
+def reduce(
+    byways,
+    squares,
+    reduced,
+    row,
+    rows,
+    eps,
+    D: tl.constexpr,
+    RB: tl.constexpr,
+    RBP: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Store what the bypass reads of some rows: its product with them, over their root mean square."""
+    by = tl.arange(0, RBP)
+    inside = row < rows
+    total = tl.zeros((row.shape[0], RBP), tl.float32)
+    for c in tl.range(0, CHUNKS, loop_unroll_factor=8):
+        part = byways + (c * rows + row)[:, None] * RBP + by[None, :]
+        total += tl.load(part, mask=inside[:, None], other=0.0, cache_modifier=".cg")
+    total *= tl.rsqrt(sum_of_chunks(squares, row, inside, rows, CHUNKS) / D + eps)[:, None]
+    target = reduced + row[:, None] * RB + by[None, :]
+    tl.store(target, total.to(reduced.dtype.element_ty), mask=inside[:, None] & (by < RB)[None, :])
 
 
 @triton.jit
@@ -141,11 +170,14 @@ def chunk_kernel(
     b2,
     numbers,
     patterns,
+    bypass,
     squares,
     hidden,
+    byways,
     out,
     ids,
     decided,
+    reduced,
     counter,
     rows,
     eps,
@@ -161,6 +193,8 @@ def chunk_kernel(
     PARTS: tl.constexpr,
     HALVES: tl.constexpr,
     RP: tl.constexpr,
+    RB: tl.constexpr,
+    RBP: tl.constexpr,
     BM: tl.constexpr,
     BD: tl.constexpr,
     BK: tl.constexpr,
@@ -172,7 +206,7 @@ def chunk_kernel(
     """One chunk of D of BM rows. HALVES: "first", "second", or "both" with a wait between them.
 
     Rows decide on N_G groups, or with SEGMENTS > 0 pick one of C patterns in each and store its number and, with a
-    WIDTH, its groups out of `patterns` [SEGMENTS, NUMBERED, WIDTH].
+    WIDTH, its groups out of `patterns` [SEGMENTS, NUMBERED, WIDTH]. RB: the bypass' rank, 0 = there is none.
     """
     CHUNKS: tl.constexpr = (D + BD - 1) // BD
     chunk = tl.program_id(0)
@@ -186,7 +220,9 @@ def chunk_kernel(
         gdc_launch_dependents()
     if HALVES != "second":
         rank = tl.arange(0, RP)
+        by = tl.arange(0, RBP)
         acc = tl.zeros((BM, RP), tl.float32)
+        around = tl.zeros((BM, RBP), tl.float32)
         square = tl.zeros((BM, BK), tl.float32)
         for i in range(0, BD // BK):
             d = chunk * BD + i * BK + k
@@ -207,8 +243,14 @@ def chunk_kernel(
                     acc = tl.dot(full, low, acc, input_precision="tf32")
                 else:
                     acc = tl.dot(full, down, acc, input_precision="ieee")
+            if RB > 0:
+                known = (by < RB)[None, :] & (d < D)[:, None]
+                up = tl.load(bypass + by[None, :] * D + d[:, None], mask=known, other=0.0)
+                around = tl.dot(tile, up, around, input_precision="ieee")
         tl.store(squares + chunk * rows + row, tl.sum(square, 1), mask=inside)
         tl.store(hidden + (chunk * rows + row)[:, None] * RP + rank[None, :], acc, mask=inside[:, None])
+        if RB > 0:
+            tl.store(byways + (chunk * rows + row)[:, None] * RBP + by[None, :], around, mask=inside[:, None])
     # The decision is cut into units of 16 rows and BG groups or one segment.
     ACROSS: tl.constexpr = SEGMENTS if SEGMENTS > 0 else (N_G + BG - 1) // BG
     UNITS: tl.constexpr = (BM // 16) * ACROSS
@@ -230,6 +272,11 @@ def chunk_kernel(
             tile = tl.load(x + place, mask=known, other=0.0)
             value = ((tile.to(tl.float32) * scale).to(dtype).to(tl.float32) * gain).to(dtype)
             tl.store(out + place, value, mask=known)
+        if RB > 0:
+            # 16 rows each, by those that have the fewest decisions to make
+            for unit in range(CHUNKS - 1 - chunk, BM // 16, CHUNKS):
+                some = first_row + unit * 16 + tl.arange(0, 16)
+                reduce(byways, squares, reduced, some, rows, eps, D, RB, RBP, CHUNKS)
         for unit in range(chunk, UNITS, CHUNKS):
             column = unit % ACROSS
             some = first_row + (unit // ACROSS) * 16 + tl.arange(0, 16)
@@ -248,14 +295,25 @@ def chunk_kernel(
 
 
 def norm_and_decide(
-    x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float, tap: str, early: bool
-) -> tuple[Tensor, Tensor]:
-    """`norm_route` for a contiguous x [T, D]."""
-    groups = w2.shape[0] // 2
-    decided = torch.empty(x.shape[0], groups, dtype=torch.uint8, device=x.device)
+    x: Tensor,
+    norm_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    bypass: Tensor | None,
+    eps: float,
+    tap: str,
+    early: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`norm_route` for a contiguous x [T, D]; without a bypass `reduced` has no columns."""
+    rows, groups = x.shape[0], w2.shape[0] // 2
+    decided = torch.empty(rows, groups, dtype=torch.uint8, device=x.device)
     sizes = {"N_G": groups, "SEGMENTS": 0, "C": 0, "NUMBERED": 0, "WIDTH": 0, "BW": 16}
     head = Head(w2, b2, decided, decided, decided, decided, sizes)  # no numbers, patterns and ids
-    return _norm_and_route(x, norm_weight, w1, b1, head, eps, tap, early), decided.view(torch.bool)
+    reduced = x.new_empty(rows, 0 if bypass is None else bypass.shape[0])
+    byway = None if bypass is None else (bypass, reduced)
+    return _norm_and_route(x, norm_weight, w1, b1, head, eps, tap, early, byway), decided.view(torch.bool), reduced
 
 
 def norm_and_choose(
@@ -289,43 +347,56 @@ def norm_and_choose(
 
 
 def _norm_and_route(
-    x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, head: Head, eps: float, tap: str, early: bool
+    x: Tensor,
+    norm_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    head: Head,
+    eps: float,
+    tap: str,
+    early: bool,
+    byway: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Normalised x; fills the results of the head."""
+    """Normalised x; fills the results of the head and, of `byway` (bypass, reduced), the second."""
     rows, size = x.shape
     rank = w1.shape[-2]
     out = torch.empty_like(x)
     if rows == 0:
         return out
     padded = padded_rows(rank)
+    bypass, reduced = (x, x) if byway is None else byway  # else pointers that the kernels do not follow
+    width = 0 if byway is None else len(bypass)
+    padded_width = padded_rows(width)
     # A 16-bit x is exact in tf32, and w1 in two parts of it: two products on tensor cores are as good as fp32.
     parts = w1.shape[0] if w1.dim() == 3 else 1 if x.dtype is torch.float32 else 2
+    wide = row_words(padded, width)
     with on_device_of(x):
-        few = row_config(rows, size, padded, x.dtype, x.device)
+        few = row_config(rows, size, max(padded, padded_width, wide // 2), x.dtype, x.device)
         config: dict[str, Any] = (chunk_config(rows, size, x.dtype, x.device) if few is None else few) | head.sizes
         chunks = triton.cdiv(size, config["BD"])
         together = config.pop("TOGETHER") and x.is_cuda and 1 < chunks <= multiprocessors(x.device)
-        routing = (norm_weight, w1, b1, head.w2, head.b2, head.numbers, head.patterns)
+        routing = (norm_weight, w1, b1, head.w2, head.b2, head.numbers, head.patterns, bypass)
+        results = (out, head.ids, head.decided, reduced)
         config |= {"D": size, "R": rank, "NORMALISED": tap == "normalised", "TAP_EPS": TAP_EPS, "RP": padded}
+        config |= {"RB": width, "RBP": padded_width}
         launches = ("both",) if together else ("first", "second")
         if few is not None:
-            config |= {"PARTS": w1.shape[0] if w1.dim() == 3 else 1, "EARLY": early}
-            config["WORDS"] = 2 * chunks * padded + 32
+            config |= {"PARTS": w1.shape[0] if w1.dim() == 3 else 1, "EARLY": early, "WIDE": wide}
+            config["WORDS"] = chunks * wide + 32
             # Each form of a row has words of its own: what one of them leaves behind means nothing to another.
-            use, size = f"norm_route {chunks} {padded}", rows * config["WORDS"]
-            words = counters(use, x.device, size) if together else torch.empty(size, dtype=torch.int32, device=x.device)
+            use, count = f"norm_route {chunks} {padded} {width}", rows * config["WORDS"]
+            words = counters(use, x.device, count) if together else x.new_empty(count, dtype=torch.int32)
             for halves in launches:
-                few_rows.row_kernel[(chunks, rows)](
-                    x, *routing, words, out, head.ids, head.decided, rows, eps, HALVES=halves, **config
-                )
+                few_rows.row_kernel[(chunks, rows)](x, *routing, words, *results, rows, eps, HALVES=halves, **config)
             return out
         config["PARTS"] = parts
         tiles = triton.cdiv(rows, config["BM"])
         squares = torch.empty(chunks, rows, dtype=torch.float32, device=x.device)
         hidden = torch.empty(chunks, rows, padded, dtype=torch.float32, device=x.device)
+        byways = hidden if byway is None else hidden.new_empty(chunks, rows, padded_width)
         counter = counters("meeting", x.device, tiles) if together else squares  # not followed then
         for halves in launches:
             chunk_kernel[(chunks, tiles)](
-                x, *routing, squares, hidden, out, head.ids, head.decided, counter, rows, eps, HALVES=halves, **config
+                x, *routing, squares, hidden, byways, *results, counter, rows, eps, HALVES=halves, **config
             )
     return out
