@@ -22,7 +22,8 @@ class Pair:
         if routed is None:
             self.engine = InferenceModel.from_dense(model)
         else:
-            self.engine = InferenceModel.from_routed(model, routed.plan, routed.routers, codebooks=routed.codebooks)
+            modules = {"codebooks": routed.codebooks, "compensations": routed.compensations}
+            self.engine = InferenceModel.from_routed(model, routed.plan, routed.routers, **modules)
 
     @torch.no_grad()
     def reference(self, ids: Tensor) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -12,12 +14,16 @@ from torch import Tensor
 
 import wide_kernels as wk
 from wide_kernels import PatternLayout
+from widecli.engine.compensation import StandIn
 from widecli.engine.dense_rows import adds_one_row, one_row, project_row, takes_one_row
 from widecli.engine.fused import activate_gate, normalise, project_and_store
 from widecli.engine.ranges import within
-from widecli.engine.routing import Decision, Route
+from widecli.engine.routing import Decision, Reduction, Route
 from widecli.engine.steps import Step
 from widecli.engine.weights import LayerWeights, Linear, ModelWeights, Norm
+from widecli.model.plan import PartName
+
+_NOTHING: Mapping[PartName, StandIn] = MappingProxyType({})
 
 DENSE_QUERIES = range(8, 1024)
 """Rows of which nearly every group of queries is run by some, too few to skip the rest in tiles.
@@ -45,7 +51,8 @@ class Layer:
     """Runs one layer. `attention` and `ffn` are its decisions, None = that part is dense.
 
     `shared`: the attention's decision serves the FFN too (layer mode). `segments`: equal runs of FFN groups that have
-    patterns of their own each. `always`: groups that keys and values make behind those of the queries.
+    patterns of their own each. `always`: groups that keys and values make behind those of the queries. `stand_ins`: by
+    part, what is added for the groups that a row skips.
     """
 
     def __init__(
@@ -57,6 +64,7 @@ class Layer:
         shared: bool = False,
         segments: int = 1,
         library: bool = False,
+        stand_ins: Mapping[PartName, StandIn] = _NOTHING,
     ) -> None:
         self.index = index
         self.weights: LayerWeights = model.layers[index]
@@ -66,6 +74,9 @@ class Layer:
         self.ffn = ffn
         self.shared = shared
         self._library = library
+        self._stand_ins = stand_ins
+        around = stand_ins["ffn"].bypass if shared and "ffn" in stand_ins else None
+        self._reduction = None if around is None else Reduction(self.weights.ffn_norm, around)
         shape = model.shape
         self._heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
         width = shape.num_attention_heads * shape.head_dim
@@ -87,7 +98,7 @@ class Layer:
 
     def _attend(self, x: Tensor, step: Step) -> tuple[Tensor, Route | None]:
         heads, _, size = self._heads
-        normalised, route = self._decide(x, step, self.attention, self.weights.attention_norm)
+        normalised, route = self._decide(x, step, "attention", self.attention, self.weights.attention_norm)
         if self._at_once(x, route):
             with within("qkv"):
                 mask = step.cache.nothing if route is None else cast(Tensor, route.mask)
@@ -99,8 +110,7 @@ class Layer:
             q = q.view(step.batch, step.tokens, heads, size)
             o = step.attend(self.index, q, self.scale, route).reshape(len(x), heads * size)
         with within("o"):
-            whole = route is not None and self.projects_whole(len(x))
-            return self._add(x, o, self.weights.o, None if whole else route, step), route
+            return self._add(x, o, self.weights.o, route, step), route
 
     def _at_once(self, x: Tensor, route: Route | None) -> bool:
         """Whether queries, keys and values take one launch together with their rotation and the cache."""
@@ -135,9 +145,9 @@ class Layer:
     def _feed_forward(self, x: Tensor, step: Step, attention_route: Route | None) -> Tensor:
         if self.shared:
             with within("norm_route"):
-                normalised, route = normalise(x, self.weights.ffn_norm), attention_route
+                normalised, route = self._follow(x, attention_route)
         else:
-            normalised, route = self._decide(x, step, self.ffn, self.weights.ffn_norm)
+            normalised, route = self._decide(x, step, "ffn", self.ffn, self.weights.ffn_norm)
         if route is None:
             with within("gate_up"):
                 hidden = self._gated_whole(normalised, step)
@@ -146,11 +156,14 @@ class Layer:
         if self.weights.down.bias is not None:
             x = x.add_(self.weights.down.bias)
         parts = self._parts if len(route.layouts) > 1 else [self._whole]
+        stand_in = self._stand_in("ffn", route)
         for part, arguments in zip(parts, route.by_segment, strict=True):
-            x = self._routed(x, normalised, part, arguments)
+            x = self._routed(x, normalised, part, arguments, stand_in)
         return x
 
-    def _routed(self, x: Tensor, normalised: Tensor, part: _FfnPart, arguments: dict[str, Any]) -> Tensor:
+    def _routed(
+        self, x: Tensor, normalised: Tensor, part: _FfnPart, arguments: dict[str, Any], stand_in: wk.StandIn | None
+    ) -> Tensor:
         """x + what a run of the FFN's channels adds."""
         gate, up = part.gate, part.up
         whole = self.projects_whole(len(x))
@@ -163,8 +176,10 @@ class Layer:
             hidden = self._gated(normalised, part, arguments)
         with within("down"):
             if whole:
+                if stand_in is not None:
+                    x = wk.compensate(x, stand_in, early=True, **arguments)
                 return x.addmm_(hidden, part.down.t())
-            return wk.gemm_k(hidden, part.down, residual=x, early=True, **arguments)
+            return wk.gemm_k(hidden, part.down, residual=x, stand_in=stand_in, early=True, **arguments)
 
     def _by_our_own(self, x: Tensor) -> bool:
         """Whether dense products are made by the routed ones' kernels with nothing skipped, see `dense_rows`."""
@@ -181,17 +196,25 @@ class Layer:
         return project_row(x, linear, step.cache) if self._by_our_own(x) else F.linear(x, linear.weight, linear.bias)
 
     def _add(self, x: Tensor, h: Tensor, linear: Linear, route: Route | None, step: Step) -> Tensor:
-        """x + linear(h), over the executed groups of h; overwrites x where the library can add in place.
+        """x + linear(h), with a route (the attention's) over the executed groups of h; may overwrite x.
 
-        The mask of a route is older than the launch before this one, which made h.
+        The mask of a route, and what a bypass has read, are older than the launch before this one, which made h.
         """
         if linear.bias is not None:
             x = x.add_(linear.bias)
         if route is not None:
-            return wk.gemm_k(h, linear.weight, residual=x, early=True, **route.arguments)
-        if self._by_our_own(x):
+            stand_in = self._stand_in("attention", route)
+            if not self.projects_whole(len(x)):
+                return wk.gemm_k(h, linear.weight, residual=x, stand_in=stand_in, early=True, **route.arguments)
+            if stand_in is not None:
+                x = wk.compensate(x, stand_in, early=True, **route.arguments)
+        elif self._by_our_own(x):
             return wk.gemm_k(h, linear.weight, residual=x, mask=step.cache.everything[:1], early=True)
         return x.addmm_(h, linear.weight.t())
+
+    def _stand_in(self, part: PartName, route: Route) -> wk.StandIn | None:
+        """What is added for the groups of a part that the rows of a route skip."""
+        return self._stand_ins[part].beside(route.reduced) if part in self._stand_ins else None
 
     def projects_whole(self, rows: int) -> bool:
         """Whether O and down take all of their inputs, of which skipped groups are zeros."""
@@ -219,13 +242,26 @@ class Layer:
             )
         return activate_gate(self._project(x, self.weights.gate_up, step), self.activation)
 
-    def _decide(self, x: Tensor, step: Step, decision: Decision | None, norm: Norm) -> tuple[Tensor, Route | None]:
+    def _decide(
+        self, x: Tensor, step: Step, part: PartName, decision: Decision | None, norm: Norm
+    ) -> tuple[Tensor, Route | None]:
         """(normalised x, the route)."""
         with within("norm_route"):
             if decision is None:
                 return normalise(x, norm), None
-            normalised, decided = decision.take(x, step.masked)
-            return normalised, step.route(decided)
+            bypass = self._stand_ins[part].bypass if part in self._stand_ins else None
+            if bypass is None:
+                normalised, decided = decision.take(x, step.masked)
+                return normalised, step.route(decided)
+            normalised, mask, reduced = decision.take_and_reduce(x, bypass)
+            return normalised, replace(step.route(mask), reduced=reduced)
+
+    def _follow(self, x: Tensor, route: Route | None) -> tuple[Tensor, Route | None]:
+        """(normalised x, the route) of an FFN that follows the decision of the attention before it."""
+        if self._reduction is None or route is None:
+            return normalise(x, self.weights.ffn_norm), None if route is None else replace(route, reduced=None)
+        normalised, reduced = self._reduction.take(x)
+        return normalised, replace(route, reduced=reduced)
 
 
 @dataclass(frozen=True)

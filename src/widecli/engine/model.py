@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from widecli.engine.cache import KVCache, check_memory
+from widecli.engine.compensation import StandIn
 from widecli.engine.layer import Layer
 from widecli.engine.routing import Decision, Masks
 from widecli.engine.session import Session
@@ -18,7 +20,8 @@ from widecli.engine.weights import ModelWeights, take_weights
 from widecli.errors import UsageError
 from widecli.model import checkpoint
 from widecli.model.backbone import Backbone, load_backbone
-from widecli.model.plan import ModelShape, PartName, RoutingPlan
+from widecli.model.compensation import Compensation, each_compensation
+from widecli.model.plan import PARTS, ModelShape, PartName, RoutingPlan
 from widecli.model.router import Router
 
 
@@ -64,7 +67,9 @@ class InferenceModel:
             return cls.from_dense(backbone)
         if adapter is not None:
             adapter.merge()
-        return cls.from_routed(backbone, config.plan, routed.routers, codebooks=routed.codebooks)
+        return cls.from_routed(
+            backbone, config.plan, routed.routers, codebooks=routed.codebooks, compensations=routed.compensations
+        )
 
     @classmethod
     def from_dense(cls, model: Backbone | nn.Module | ModelWeights, *, library: bool = False) -> InferenceModel:
@@ -84,16 +89,31 @@ class InferenceModel:
         routers: nn.ModuleDict,
         masks: Masks | None = None,
         codebooks: nn.ModuleDict | None = None,
+        compensations: nn.ModuleDict | None = None,
     ) -> InferenceModel:
         """A model with routers and codebooks laid out as in a `RoutedModel`; `masks` decide in their place, but they
         still run. The FFN runs patterns as such, attention, which has few groups, as the masks that they are.
+
+        `compensations`, laid out as there, are what the plan adds for skipped groups; they are cast to the model's
+        dtype. Raises UsageError where the plan asks for what is not handed in, or for what the engine does not have.
         """
         weights = _weights_of(model)
         plan.validate(weights.shape)
         if plan.patterns is not None and codebooks is None:
             raise UsageError("tokens of this plan pick patterns, and there are none: hand in the codebooks too")
         codebooks = nn.ModuleDict() if codebooks is None else codebooks.to(weights.device)
-        layers, decisions = _routed_layers(weights, plan, routers.to(weights.device), codebooks, masks)
+        if plan.compensation is not None and plan.patterns is not None:
+            raise UsageError(
+                "the engine compensates for skipped groups only where tokens decide on each of them, and tokens of "
+                "this plan pick patterns; run the model by transformers"
+            )
+        if plan.compensation is not None and not compensations:
+            raise UsageError(
+                f"this plan compensates for skipped groups ({plan.compensation.described}), and there is nothing to "
+                "do it with: hand in the compensations too"
+            )
+        compensating = each_compensation(compensations) if plan.compensation and compensations else {}
+        layers, decisions = _routed_layers(weights, plan, routers.to(weights.device), codebooks, masks, compensating)
         counter = SkipCounter(plan, weights.shape, decisions) if decisions else None
         return cls(weights, layers, plan, counter, model if isinstance(model, Backbone) else None)
 
@@ -156,7 +176,12 @@ def _weights_of(model: Backbone | nn.Module | ModelWeights) -> ModelWeights:
 
 
 def _routed_layers(
-    weights: ModelWeights, plan: RoutingPlan, routers: nn.ModuleDict, codebooks: nn.ModuleDict, masks: Masks | None
+    weights: ModelWeights,
+    plan: RoutingPlan,
+    routers: nn.ModuleDict,
+    codebooks: nn.ModuleDict,
+    masks: Masks | None,
+    compensations: Mapping[tuple[int, PartName], Compensation],
 ) -> tuple[tuple[Layer, ...], dict[tuple[int, PartName], tuple[int, int]]]:
     """Every layer with its decisions, and where each decision's groups stand in the sums of a step."""
     layers: list[Layer] = []
@@ -182,5 +207,11 @@ def _routed_layers(
         attention = made.get("shared", made.get("attention"))
         size = layer.ffn_codebook
         segments = 1 if size is None or size.complete else size.segments
-        layers.append(Layer(index, weights, attention, made.get("ffn"), layer.shared, segments))
+        norms = {"attention": weights.layers[index].attention_norm, "ffn": weights.layers[index].ffn_norm}
+        stand_ins = {
+            part: StandIn.of(compensations[index, part], norms[part], weights.device)
+            for part in PARTS
+            if layer.groups(part) and (index, part) in compensations
+        }
+        layers.append(Layer(index, weights, attention, made.get("ffn"), layer.shared, segments, stand_ins=stand_ins))
     return tuple(layers), decisions
