@@ -54,6 +54,15 @@ Sparsity = Annotated[
     str | None, typer.Option("--sparsity", help="Shares skipped by random masks: 0,0.5.", rich_help_panel=_GRID)
 ]
 GroupSize = Annotated[str | None, typer.Option("--G", help="FFN channels in a group: 64,128.", rich_help_panel=_GRID)]
+Compensation = Annotated[
+    str | None,
+    typer.Option(
+        "--compensation",
+        help="Ranks of what random weights add for skipped groups: none,0,32 (0 = means alone).",
+        rich_help_panel=_GRID,
+        show_default=False,
+    ),
+]
 Patterns = Annotated[
     int | None,
     typer.Option(
@@ -88,6 +97,7 @@ def profile(
     gen: Gen = None,
     sparsity: Sparsity = None,
     group_size: GroupSize = None,
+    compensation: Compensation = None,
     patterns: Patterns = None,
     masks: MasksOption = None,
     text: Text = "pydoc-topics",
@@ -124,6 +134,7 @@ def profile(
             gen=gen,
             sparsity=sparsity,
             group_size=group_size,
+            compensation=compensation,
             patterns=patterns,
             ttft=ttft,
             tpot=tpot,

@@ -74,7 +74,7 @@ class Layer:
         self.ffn = ffn
         self.shared = shared
         self._library = library
-        self._stand_ins = stand_ins
+        self.stand_ins = stand_ins
         around = stand_ins["ffn"].bypass if shared and "ffn" in stand_ins else None
         self._reduction = None if around is None else Reduction(self.weights.ffn_norm, around)
         shape = model.shape
@@ -214,7 +214,7 @@ class Layer:
 
     def _stand_in(self, part: PartName, route: Route) -> wk.StandIn | None:
         """What is added for the groups of a part that the rows of a route skip."""
-        return self._stand_ins[part].beside(route.reduced) if part in self._stand_ins else None
+        return self.stand_ins[part].beside(route.reduced) if part in self.stand_ins else None
 
     def projects_whole(self, rows: int) -> bool:
         """Whether O and down take all of their inputs, of which skipped groups are zeros."""
@@ -249,7 +249,7 @@ class Layer:
         with within("norm_route"):
             if decision is None:
                 return normalise(x, norm), None
-            bypass = self._stand_ins[part].bypass if part in self._stand_ins else None
+            bypass = self.stand_ins[part].bypass if part in self.stand_ins else None
             if bypass is None:
                 normalised, decided = decision.take(x, step.masked)
                 return normalised, step.route(decided)
