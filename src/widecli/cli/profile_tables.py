@@ -19,7 +19,7 @@ def print_points(points: Sequence[Mapping[str, Any]], model: str, masks: str) ->
     for point in points:
         row: dict[str, Value] = {key: point[key] for key in ("batch", "prompt", "sparsity", "group_size", "speedup")}
         row |= {"phase": point["phase"].upper(), "patterns": point["patterns"]}
-        row["compensation"] = (compensation_of(point) or "none") if any(map(compensation_of, points)) else None
+        row["compensation"] = _compensation(point) if any(map(compensation_of, points)) else None
         for side in ("dense", "routed"):
             figures = point[side]
             row |= {side: figures["p50_ms"], f"{side} reached": figures["bound_reached"]}
@@ -37,7 +37,7 @@ def print_points(points: Sequence[Mapping[str, Any]], model: str, masks: str) ->
         Column("sparsity", "S, %", "percent"),
         Column("group_size", "G", "count"),
         Column("patterns", "patterns", "count"),
-        Column("compensation", "compensation"),
+        Column("compensation", "compen-\nsation"),
     ]
     for side in ("dense", "routed"):
         columns += [
@@ -95,6 +95,16 @@ def print_saturation(most: Sequence[Mapping[str, Any]]) -> None:
         groups = f"G {entry['group_size']}" + (f", {entry['patterns']} patterns" if entry["patterns"] else "")
         groups += f", {compensated}" if (compensated := compensation_of(entry)) else ""
         note(f"{what}, prompt {entry['prompt']}, {rate}, {groups}: {sides}, {entry['speedup']:.2f}x")
+
+
+def _compensation(point: Mapping[str, Any]) -> str:
+    """For a narrow column: with a rank there are means too, unless it says not."""
+    made = point.get("compensation")
+    if not made:
+        return "none"
+    if not made["rank"]:
+        return "means"
+    return f"rank {made['rank']}" + ("" if made["mean"] else " alone")
 
 
 def _head(point: Mapping[str, Any]) -> str:
