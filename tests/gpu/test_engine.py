@@ -11,10 +11,11 @@ from torch import Tensor
 
 import wide_kernels as wk
 from tiny_models import random_ids, shake_routers, tiny_model
+from widecli.engine import layer as engine_layer
 from widecli.engine.generate import generate, open_session
 from widecli.engine.model import InferenceModel
 from widecli.engine.routing import RandomMasks
-from widecli.model.plan import PatternPlan, RoutingPlan
+from widecli.model.plan import CompensationPlan, PatternPlan, RoutingPlan
 from widecli.model.routed import RoutedModel
 
 pytestmark = [
@@ -25,7 +26,9 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8,
 PLAN = RoutingPlan(attention_group_size=4, ffn_group_size=64, rank=16)
 PATTERNS = dataclasses.replace(PLAN, mode="patterns", patterns=PatternPlan(12))
 SEGMENTS = dataclasses.replace(PLAN, mode="patterns", patterns=PatternPlan(5, 2))
-PLANS = {"routed": PLAN, "patterns": PATTERNS, "segments": SEGMENTS}
+COMPENSATED = dataclasses.replace(PLAN, compensation=CompensationPlan(rank=32))
+LAYERS = dataclasses.replace(COMPENSATED, mode="layer")
+PLANS = {"routed": PLAN, "patterns": PATTERNS, "segments": SEGMENTS, "compensated": COMPENSATED, "layers": LAYERS}
 
 
 def big_enough(dtype: torch.dtype, family: str = "llama") -> Any:
@@ -39,7 +42,12 @@ def routed_model(
     model = big_enough(dtype, family)
     routed = RoutedModel.attach(model, plan)
     shake_routers(routed)
-    return routed, InferenceModel.from_routed(model, plan, routed.routers, codebooks=routed.codebooks)
+    return routed, engine_of(routed)
+
+
+def engine_of(routed: RoutedModel) -> InferenceModel:
+    modules = {"codebooks": routed.codebooks, "compensations": routed.compensations}
+    return InferenceModel.from_routed(routed.backbone, routed.plan, routed.routers, **modules)
 
 
 @pytest.fixture(params=["dense", *PLANS])
@@ -95,8 +103,9 @@ def test_greedy_goes_on_by_itself_without_the_host(engine: InferenceModel) -> No
     assert again.finish == ("stop", "stop") and again.decode_steps <= 7
 
 
-def test_no_weight_of_a_group_that_nobody_runs_is_read() -> None:
-    routed, engine = routed_model(torch.bfloat16)
+@pytest.mark.parametrize("plan", [PLAN, COMPENSATED], ids=["routed", "compensated"])
+def test_no_weight_of_a_group_that_nobody_runs_is_read(plan: RoutingPlan) -> None:
+    routed, engine = routed_model(torch.bfloat16, plan=plan)
     for routers in routed.routers.values():
         for router in routers.values():  # type: ignore[attr-defined]
             router.up.bias.data.view(-1, 2)[0] = torch.tensor([-1e6, 1e6])
@@ -133,7 +142,8 @@ def test_no_weight_of_a_group_that_no_pattern_runs_is_read(plan: RoutingPlan) ->
 @pytest.mark.parametrize(
     ("family", "plan"),
     [(family, plan) for family in ("llama", "qwen2", "qwen3", "smollm3") for plan in (None, PLAN)]
-    + [("llama", PATTERNS), ("llama", SEGMENTS)],
+    + [("llama", PATTERNS), ("llama", SEGMENTS)]
+    + [(family, plan) for family in ("llama", "qwen2", "qwen3", "smollm3") for plan in (COMPENSATED, LAYERS)],
     ids=lambda value: value if isinstance(value, str) else next((k for k, v in PLANS.items() if v is value), "dense"),
 )
 def test_fp32_agrees_with_the_hugging_face_path(family: str, plan: RoutingPlan | None, batch: int) -> None:
@@ -152,6 +162,46 @@ def test_fp32_agrees_with_the_hugging_face_path(family: str, plan: RoutingPlan |
     session.prefill(ids[:, :20], chunk=8)
     found = torch.stack([session.decode(ids[:, t]).clone() for t in range(20, 50)], 1)
     torch.testing.assert_close(found, expected[:, 20:], rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole inputs", "groups"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_many_compensated_rows_agree_with_the_hugging_face_path(
+    dtype: torch.dtype, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not whole:
+        monkeypatch.setattr(engine_layer, "DENSE_PROJECTIONS", range(0))
+        monkeypatch.setattr(engine_layer, "NARROW", 0)
+    attached, engine = routed_model(dtype, plan=COMPENSATED)
+    assert engine.layers[0].projects_whole(600) is whole
+    ids = random_ids(3, 200).cuda()
+    with torch.no_grad():
+        expected = attached.backbone(ids).logits[:, -1]
+    session = engine.session(3, 210)
+    for recorded in (False, True):
+        if recorded:
+            session.record_prefill(200)
+        found = session.prefill(ids)
+        if dtype is torch.float32:
+            torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
+        else:  # decisions near a tie flip: on average logits of size 5 move by a small share
+            assert (found.float() - expected.float()).abs().mean() < 0.4
+
+
+def test_compensation_adds_no_launch_to_a_step_of_one_row() -> None:
+    def launches(plan: RoutingPlan) -> int:
+        session = routed_model(torch.bfloat16, plan=plan)[1].session(1, 64, graphs=False)
+        session.prefill(random_ids(1, 8))
+        session.decode()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            session.decode()
+            torch.cuda.synchronize()
+        kernels = [event for event in profile.events() if event.device_type == torch.profiler.DeviceType.CUDA]
+        return len([event for event in kernels if not event.name.startswith("Mem")])
+
+    for mode in ("wide", "layer"):
+        plan = dataclasses.replace(PLAN, mode=mode)
+        assert launches(dataclasses.replace(plan, compensation=CompensationPlan(rank=32))) == launches(plan) > 10
 
 
 def test_redrawn_random_masks_reach_a_recorded_graph() -> None:
