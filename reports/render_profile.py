@@ -16,7 +16,7 @@ from render_kernels import table
 
 from widecli.report.find import StoredRun
 from widecli.report.summaries import revision, share_table
-from widecli.report.sweeps import by_library, throughput
+from widecli.report.sweeps import by_library, compensation_of, throughput
 from widecli.report.tables import markdown
 
 HEAD = """# Profiles
@@ -76,7 +76,8 @@ def load(folder: Path) -> list[Record]:
 def groups_of(point: Point) -> str:
     """How a point's rows are routed, but for the share."""
     patterns = f", {point['patterns']} patterns" if point.get("patterns") else ""
-    return f"{point['masks']}, G={point['group_size']}{patterns}"
+    compensation = f", {made}" if (made := compensation_of(point)) else ""
+    return f"{point['masks']}, G={point['group_size']}{patterns}{compensation}"
 
 
 def described(record: Record, point: Point) -> str:

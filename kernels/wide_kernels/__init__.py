@@ -1,7 +1,8 @@
 """Operators that make skipping pay. They know tensors and masks, nothing about models.
 
 A mask is bool [T, N_G], True = execute: token t runs group g. `route_layout(mask)` sorts it once for every operator
-that shares the decision; for a few rows (decode) the GEMMs take `mask=` and need no layout. Importing this package
+that shares the decision; for a few rows (decode) the GEMMs take `mask=` and need no layout. What stands in for skipped
+groups (`StandIn`) is added by `gemm_k`, or by `compensate` where a library makes the product. Importing this package
 imports neither torch nor triton: a name is loaded when it is first used.
 """
 
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from wide_kernels.attention_decode.launch import attention_decode
     from wide_kernels.attention_prefill.launch import attention_prefill
+    from wide_kernels.compensate.launch import compensate
     from wide_kernels.dispatch import Explanation, available_backends, explain
     from wide_kernels.errors import UnsupportedError
     from wide_kernels.gemm_k.launch import gemm_k
@@ -22,14 +24,17 @@ if TYPE_CHECKING:
     from wide_kernels.layout import RouteLayout, route_layout
     from wide_kernels.norm_route.launch import norm_route
     from wide_kernels.norm_route.pieces import in_pieces
+    from wide_kernels.stand_in import StandIn, stand_in_weight
 
 __all__ = [
     "Explanation",
     "RouteLayout",
+    "StandIn",
     "UnsupportedError",
     "attention_decode",
     "attention_prefill",
     "available_backends",
+    "compensate",
     "explain",
     "gated_mlp_up",
     "gemm_k",
@@ -37,15 +42,18 @@ __all__ = [
     "in_pieces",
     "norm_route",
     "route_layout",
+    "stand_in_weight",
 ]
 
 _HOMES = {
     "Explanation": "dispatch",
     "RouteLayout": "layout",
+    "StandIn": "stand_in",
     "UnsupportedError": "errors",
     "attention_decode": "attention_decode.launch",
     "attention_prefill": "attention_prefill.launch",
     "available_backends": "dispatch",
+    "compensate": "compensate.launch",
     "explain": "dispatch",
     "gated_mlp_up": "gemm_mn.launch",
     "gemm_k": "gemm_k.launch",
@@ -53,6 +61,7 @@ _HOMES = {
     "in_pieces": "norm_route.pieces",
     "norm_route": "norm_route.launch",
     "route_layout": "layout",
+    "stand_in_weight": "stand_in",
 }
 
 

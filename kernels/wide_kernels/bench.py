@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from wide_kernels.benchmarks.cases import Sizes
     from wide_kernels.benchmarks.parallel import Outcome
 
-FFN_OPS = ("route_layout", "gemm_mn", "gated_mlp_up", "gemm_k", "norm_route", "ffn")
+FFN_OPS = ("route_layout", "gemm_mn", "gated_mlp_up", "gemm_k", "compensate", "norm_route", "ffn")
 OPS = (*FFN_OPS, "attention_prefill", "attention_decode")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # (T, G, density): the reference point first, then the other group sizes, decode, shorter prompts, densities.

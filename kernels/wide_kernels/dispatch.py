@@ -50,6 +50,7 @@ OPERATORS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gemm_mn": ("wide_kernels.gemm_mn.launch", ("gluon", "triton", "torch")),
     "gated_mlp_up": ("wide_kernels.gemm_mn.launch", ("gluon", "triton", "torch")),
     "gemm_k": ("wide_kernels.gemm_k.launch", ("gluon", "triton", "torch")),
+    "compensate": ("wide_kernels.compensate.launch", ("triton", "torch")),
     "attention_prefill": ("wide_kernels.attention_prefill.launch", ("gluon", "triton", "torch")),
     "attention_decode": ("wide_kernels.attention_decode.launch", ("gluon", "triton", "torch")),
     "norm_route": ("wide_kernels.norm_route.launch", ("triton", "torch")),

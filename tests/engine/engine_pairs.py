@@ -22,7 +22,9 @@ class Pair:
         if routed is None:
             self.engine = InferenceModel.from_dense(model)
         else:
-            self.engine = InferenceModel.from_routed(model, routed.plan, routed.routers)
+            self.engine = InferenceModel.from_routed(
+                model, routed.plan, routed.routers, compensations=routed.compensations
+            )
 
     @torch.no_grad()
     def reference(self, ids: Tensor) -> Tensor:

@@ -14,9 +14,12 @@ from engine_pairs import Pair, make_pair, padded
 from torch import Tensor
 
 from tiny_models import FAMILIES, random_ids
+from widecli.engine import layer
+from widecli.model.plan import CompensationPlan
 
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
 # The table's sliding window of Mistral is below what is tested here; the engine has none (see test_model.py).
+COMPENSATED = {"compensation": CompensationPlan(rank=8)}
 CHANGES: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": 64}}
 
 
@@ -63,12 +66,50 @@ def test_every_mode(plan: dict[str, Any]) -> None:
     assert_every_way_agrees(make_pair(routed=True, plan=plan), random_ids(2, 13))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_with_compensation(family: str) -> None:
+    plan = COMPENSATED
+    assert_every_way_agrees(make_pair(family, routed=True, plan=plan, **CHANGES.get(family, {})), random_ids(2, 13))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"mode": "token"},
+        {"mode": "layer"},
+        {"mode": "layer", "compensation": CompensationPlan(rank=0)},
+        {"parts": "attention"},
+        {"parts": "ffn"},
+        {"tap": "normalised"},
+        {"compensation": CompensationPlan(rank=0)},
+        {"compensation": CompensationPlan(mean=False, rank=3)},
+        {"compensation": CompensationPlan(rank=32)},
+    ],
+    ids=lambda plan: "-".join(map(str, plan.values())),
+)
+def test_every_mode_with_compensation(plan: dict[str, Any], batch: int) -> None:
+    plan = COMPENSATED | plan
+    pair = make_pair(routed=True, plan=plan, attention_bias=True, mlp_bias=True)
+    assert_every_way_agrees(pair, random_ids(batch, 13))
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_whole_inputs_are_compensated_too(narrow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "DENSE_PROJECTIONS", range(4, 6 if narrow else 100))
+    monkeypatch.setattr(layer, "NARROW", 64 if narrow else 0)
+    pair = make_pair(routed=True, plan=COMPENSATED, attention_bias=True, mlp_bias=True)
+    assert pair.engine.layers[0].projects_whole(5) and not pair.engine.layers[0].projects_whole(3)
+    assert_every_way_agrees(pair, random_ids(2, 13))
+
+
 def test_layers_that_an_override_leaves_dense() -> None:
     from widecli.model.plan import LayerOverride
 
     for parts in ("none", "ffn"):
-        pair = make_pair(routed=True, plan={"overrides": {0: LayerOverride(parts=parts)}})
-        assert_every_way_agrees(pair, random_ids(2, 9))
+        for compensation in (None, CompensationPlan(rank=8)):
+            plan = {"overrides": {0: LayerOverride(parts=parts)}, "compensation": compensation}
+            assert_every_way_agrees(make_pair(routed=True, plan=plan), random_ids(2, 9))
 
 
 @pytest.mark.parametrize(
@@ -99,9 +140,9 @@ def test_what_a_config_may_change(changes: dict[str, Any], routed: bool) -> None
     assert_every_way_agrees(make_pair(routed=routed, **changes), random_ids(2, 13))
 
 
-@pytest.mark.parametrize("routed", [False, True], ids=["dense", "routed"])
-def test_a_ragged_batch_equals_its_prompts_alone(routed: bool) -> None:
-    pair = make_pair(routed=routed)
+@pytest.mark.parametrize("plan", [None, {}, COMPENSATED], ids=["dense", "routed", "compensated"])
+def test_a_ragged_batch_equals_its_prompts_alone(plan: dict[str, Any] | None) -> None:
+    pair = make_pair(routed=plan is not None, plan=plan)
     prompts = [random_ids(1, length, seed=length)[0] for length in (1, 6, 13, 10)]
     expected = torch.cat([pair.reference(p[None])[:, -1] for p in prompts])
     ids, lengths = padded(prompts)
@@ -128,10 +169,10 @@ def test_a_session_serves_again_whatever_it_served_before() -> None:
     torch.testing.assert_close(session.prefill(ids), pair.reference(ids)[:, -1], **TOLERANCE)
 
 
-@pytest.mark.parametrize("routed", [False, True], ids=["dense", "routed"])
-def test_in_bfloat16_it_stays_near_the_hugging_face_path_in_bfloat16(routed: bool) -> None:
+@pytest.mark.parametrize("plan", [None, {}, COMPENSATED], ids=["dense", "routed", "compensated"])
+def test_in_bfloat16_it_stays_near_the_hugging_face_path_in_bfloat16(plan: dict[str, Any] | None) -> None:
     # the two round in other places (RMSNorm, residual adds): on average by a small share of the logits' size of 6
-    pair = make_pair(routed=routed, dtype=torch.bfloat16)
+    pair = make_pair(routed=plan is not None, plan=plan, dtype=torch.bfloat16)
     ids = random_ids(4, 13)
     logits = pair.engine.session(4, 13).prefill(ids)
     assert logits.dtype is torch.bfloat16

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from engine_pairs import make_pair, padded
-from torch import nn
+from engine_pairs import Pair, make_pair, padded
+from torch import Tensor, nn
 
 from tiny_models import random_ids, save_model_folder, shake_routers, tiny_model, tiny_plan
 from widecli.engine import cache, layer
@@ -20,9 +21,11 @@ from widecli.engine.session import PREFILL_CHUNK_TOKENS, prefill_chunks
 from widecli.errors import UsageError
 from widecli.model import checkpoint
 from widecli.model.backbone import load_backbone
-from widecli.model.plan import PARTS
-from widecli.model.routed import RoutedModel
+from widecli.model.plan import PARTS, CompensationPlan
+from widecli.model.routed import Decision, RoutedModel
 from widecli.recipe.load import dump, load_text
+
+COMPENSATED = {"compensation": CompensationPlan(rank=8)}
 
 
 @pytest.mark.parametrize("mode", ["wide", "token", "layer"])
@@ -92,9 +95,12 @@ def test_a_chunk_of_no_tokens_is_refused(chunk: int) -> None:
         make_pair(routed=False).engine.session(1, 8).prefill(random_ids(1, 4), chunk=chunk)
 
 
-def test_whole_projections_of_some_hundred_rows_give_what_routed_ones_give(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("plan", [{}, COMPENSATED], ids=["routed", "compensated"])
+def test_whole_projections_of_some_hundred_rows_give_what_routed_ones_give(
+    plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """2 x 80 rows, padding among them; then once more with every projection routed."""
-    pair = make_pair(routed=True, max_position_embeddings=128)
+    pair = make_pair(routed=True, plan=plan, max_position_embeddings=128)
     ids, lengths = padded([random_ids(1, length, seed=length)[0] for length in (80, 71)])
     assert ids.numel() in layer.DENSE_PROJECTIONS
     whole = pair.engine.session(2, 100).prefill(ids, lengths)
@@ -144,10 +150,63 @@ def test_random_masks_skip_their_share_whatever_the_routers_say() -> None:
     assert not torch.equal(session.prefill(random_ids(8, 60)), first)
 
 
-def test_nothing_skipped_is_the_dense_model() -> None:
-    pair = make_pair(routed=True)
+@pytest.mark.parametrize("mode", ["wide", "token", "layer"])
+def test_what_is_added_follows_the_masks_that_decide(mode: str) -> None:
+    pair = make_pair(routed=True, plan=COMPENSATED | {"mode": mode})
     assert pair.routed is not None
-    engine = InferenceModel.from_routed(pair.model, pair.routed.plan, pair.routed.routers, RandomMasks(0.0))
+    masks = RandomMasks(0.5, seed=3)
+    routed = pair.routed
+    modules = {"masks": masks, "compensations": routed.compensations}
+    engine = InferenceModel.from_routed(pair.model, routed.plan, routed.routers, **modules)
+    found = engine.session(1, 9).prefill(random_ids(1, 9))
+    for index, decision in enumerate(dict.fromkeys(routed.decisions.values())):
+
+        def take(x: Tensor, index: int = index, decision: Decision = decision) -> None:
+            learned = torch.empty(9, decision.router.groups, dtype=torch.bool)
+            decision.mask = masks.take(index, learned)[None]
+
+        decision.take = take  # type: ignore[method-assign]
+    torch.testing.assert_close(found, pair.reference(random_ids(1, 9))[:, -1], rtol=0, atol=1e-4)
+
+
+def test_weights_of_what_is_added_are_cast_once_and_the_norm_is_in_the_bypass() -> None:
+    pair = make_pair(routed=True, plan=COMPENSATED, dtype=torch.bfloat16)
+    assert pair.routed is not None
+    made = pair.routed.compensations["0"]["ffn"]  # type: ignore[index]
+    stand_in = pair.engine.layers[0].stand_ins["ffn"]
+    assert stand_in.standing.dtype is torch.bfloat16 and stand_in.standing.shape == (32, 16)
+    assert torch.equal(stand_in.standing[:, :4], made.mean.t().bfloat16())
+    assert torch.equal(stand_in.standing[:, 4:12], made.up.bfloat16())
+    norm = pair.engine.weights.layers[0].ffn_norm.weight
+    assert stand_in.bypass is not None
+    assert torch.equal(stand_in.bypass, (made.down * norm.float()).bfloat16())
+
+
+def test_a_plan_that_compensates_needs_something_to_do_it_with() -> None:
+    routed = make_pair(routed=True, plan=COMPENSATED).routed
+    assert routed is not None
+    for missing in (None, torch.nn.ModuleDict()):
+        with pytest.raises(UsageError, match=r"means and rank 8\), and there is nothing.*hand in the compensations"):
+            InferenceModel.from_routed(routed.backbone, routed.plan, routed.routers, compensations=missing)
+
+
+def test_a_part_without_compensation_adds_nothing() -> None:
+    pair = make_pair(routed=True, plan=COMPENSATED)
+    assert pair.routed is not None
+    del pair.routed.compensations["0"]["attention"], pair.routed.compensations["1"]  # type: ignore[attr-defined]
+    for key in ((0, "attention"), (1, "attention"), (1, "ffn")):
+        pair.routed.substitutes[key].active = False  # type: ignore[index]
+    engine = Pair(pair.model, pair.routed).engine
+    ids = random_ids(2, 9)
+    torch.testing.assert_close(engine.session(2, 9).prefill(ids), pair.reference(ids)[:, -1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("plan", [{}, COMPENSATED], ids=["routed", "compensated"])
+def test_nothing_skipped_is_the_dense_model(plan: dict[str, Any]) -> None:
+    pair = make_pair(routed=True, plan=plan)
+    assert pair.routed is not None
+    modules = {"masks": RandomMasks(0.0), "compensations": pair.routed.compensations}
+    engine = InferenceModel.from_routed(pair.model, pair.routed.plan, pair.routed.routers, **modules)
     ids = random_ids(2, 9)
     with pair.routed.dense():
         expected = pair.reference(ids)[:, -1]

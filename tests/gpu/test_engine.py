@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from torch import Tensor
 
 import wide_kernels as wk
 from tiny_models import random_ids, shake_routers, tiny_model
+from widecli.engine import layer as engine_layer
 from widecli.engine.generate import generate, open_session
 from widecli.engine.model import InferenceModel
 from widecli.engine.routing import RandomMasks
-from widecli.model.plan import RoutingPlan
+from widecli.model.plan import CompensationPlan, RoutingPlan
 from widecli.model.routed import RoutedModel
 
 pytestmark = [
@@ -22,6 +24,9 @@ pytestmark = [
 ]
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
 PLAN = RoutingPlan(attention_group_size=4, ffn_group_size=64, rank=16)
+COMPENSATED = dataclasses.replace(PLAN, compensation=CompensationPlan(rank=32))
+LAYERS = dataclasses.replace(COMPENSATED, mode="layer")
+PLANS = {"routed": PLAN, "compensated": COMPENSATED, "layers": LAYERS}
 
 
 def big_enough(dtype: torch.dtype, family: str = "llama") -> Any:
@@ -29,18 +34,24 @@ def big_enough(dtype: torch.dtype, family: str = "llama") -> Any:
     return tiny_model(family, **{**SIZES, "initializer_range": 0.08, "max_position_embeddings": 256}).to("cuda", dtype)
 
 
-def routed_model(dtype: torch.dtype, family: str = "llama") -> tuple[RoutedModel, InferenceModel]:
+def routed_model(
+    dtype: torch.dtype, family: str = "llama", plan: RoutingPlan = PLAN
+) -> tuple[RoutedModel, InferenceModel]:
     model = big_enough(dtype, family)
-    routed = RoutedModel.attach(model, PLAN)
+    routed = RoutedModel.attach(model, plan)
     shake_routers(routed)
-    return routed, InferenceModel.from_routed(model, PLAN, routed.routers)
+    return routed, engine_of(routed)
 
 
-@pytest.fixture(params=["dense", "routed"])
+def engine_of(routed: RoutedModel) -> InferenceModel:
+    return InferenceModel.from_routed(routed.backbone, routed.plan, routed.routers, compensations=routed.compensations)
+
+
+@pytest.fixture(params=["dense", *PLANS])
 def engine(request: pytest.FixtureRequest) -> InferenceModel:
     if request.param == "dense":
         return InferenceModel.from_dense(big_enough(torch.bfloat16))
-    return routed_model(torch.bfloat16)[1]
+    return routed_model(torch.bfloat16, plan=PLANS[request.param])[1]
 
 
 def test_dense_rows_of_the_library_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +100,9 @@ def test_greedy_goes_on_by_itself_without_the_host(engine: InferenceModel) -> No
     assert again.finish == ("stop", "stop") and again.decode_steps <= 7
 
 
-def test_no_weight_of_a_group_that_nobody_runs_is_read() -> None:
-    routed, engine = routed_model(torch.bfloat16)
+@pytest.mark.parametrize("plan", [PLAN, COMPENSATED], ids=["routed", "compensated"])
+def test_no_weight_of_a_group_that_nobody_runs_is_read(plan: RoutingPlan) -> None:
+    routed, engine = routed_model(torch.bfloat16, plan=plan)
     for routers in routed.routers.values():
         for router in routers.values():  # type: ignore[attr-defined]
             router.up.bias.data.view(-1, 2)[0] = torch.tensor([-1e6, 1e6])
@@ -107,11 +119,11 @@ def test_no_weight_of_a_group_that_nobody_runs_is_read() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2])  # one row has launches of its own, which overlap
-@pytest.mark.parametrize("routed", [False, True], ids=["dense", "routed"])
+@pytest.mark.parametrize("plan", [None, *PLANS.values()], ids=["dense", *PLANS])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm3"])
-def test_fp32_agrees_with_the_hugging_face_path(family: str, routed: bool, batch: int) -> None:
-    if routed:
-        attached, engine = routed_model(torch.float32, family)
+def test_fp32_agrees_with_the_hugging_face_path(family: str, plan: RoutingPlan | None, batch: int) -> None:
+    if plan is not None:
+        attached, engine = routed_model(torch.float32, family, plan)
         model: Any = attached.backbone
     else:
         model = big_enough(torch.float32, family)
@@ -125,6 +137,46 @@ def test_fp32_agrees_with_the_hugging_face_path(family: str, routed: bool, batch
     session.prefill(ids[:, :20], chunk=8)
     found = torch.stack([session.decode(ids[:, t]).clone() for t in range(20, 50)], 1)
     torch.testing.assert_close(found, expected[:, 20:], rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole inputs", "groups"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_many_compensated_rows_agree_with_the_hugging_face_path(
+    dtype: torch.dtype, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not whole:
+        monkeypatch.setattr(engine_layer, "DENSE_PROJECTIONS", range(0))
+        monkeypatch.setattr(engine_layer, "NARROW", 0)
+    attached, engine = routed_model(dtype, plan=COMPENSATED)
+    assert engine.layers[0].projects_whole(600) is whole
+    ids = random_ids(3, 200).cuda()
+    with torch.no_grad():
+        expected = attached.backbone(ids).logits[:, -1]
+    session = engine.session(3, 210)
+    for recorded in (False, True):
+        if recorded:
+            session.record_prefill(200)
+        found = session.prefill(ids)
+        if dtype is torch.float32:
+            torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
+        else:  # decisions near a tie flip: on average logits of size 5 move by a small share
+            assert (found.float() - expected.float()).abs().mean() < 0.4
+
+
+def test_compensation_adds_no_launch_to_a_step_of_one_row() -> None:
+    def launches(plan: RoutingPlan) -> int:
+        session = routed_model(torch.bfloat16, plan=plan)[1].session(1, 64, graphs=False)
+        session.prefill(random_ids(1, 8))
+        session.decode()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            session.decode()
+            torch.cuda.synchronize()
+        kernels = [event for event in profile.events() if event.device_type == torch.profiler.DeviceType.CUDA]
+        return len([event for event in kernels if not event.name.startswith("Mem")])
+
+    for mode in ("wide", "layer"):
+        plan = dataclasses.replace(PLAN, mode=mode)
+        assert launches(dataclasses.replace(plan, compensation=CompensationPlan(rank=32))) == launches(plan) > 10
 
 
 def test_redrawn_random_masks_reach_a_recorded_graph() -> None:

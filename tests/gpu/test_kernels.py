@@ -6,8 +6,17 @@ import pytest
 import torch
 
 import wide_kernels as wk
-from wide_kernels.benchmarks.awkward import LARGE, SMALL, Case, errors, operands
+from wide_kernels.benchmarks.awkward import (
+    BF16_ACCUMULATION,
+    LARGE,
+    SMALL,
+    Case,
+    errors,
+    operands,
+    relative_error,
+)
 from wide_kernels.counters import capture_number, counters
+from wide_kernels.norm_route.reference import reduced_reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,6 +67,47 @@ def test_outputs_beyond_2_to_the_31_elements_are_addressed_right(backend: str) -
     z = wk.gemm_k(y, down, layout, accumulate="fp32", backend="triton")
     last = wk.gemm_k(y[-100:], down, mask=mask[-100:], backend="torch")
     torch.testing.assert_close(z[-100:], last, rtol=2e-2, atol=2.0)  # sums of 8192 products of size 64
+
+
+@pytest.mark.parametrize("rows", [1, 48, 3000])
+def test_what_stands_in_is_right_in_a_chain_of_overlapping_launches(rows: int) -> None:
+    """As a layer has them: norm, gate and up, down; the last reads early what the first has made."""
+    _, x, gate, up, _ = operands(Case(rows, 512, 16, 64, "half"), torch.bfloat16, "cuda")
+    x, gate, up = (torch.nan_to_num(tensor) for tensor in (x, gate, up))
+    down = gate.t().contiguous()
+    standing = [torch.randn(*shape, device="cuda") for shape in ((16, 512), (512, 32))]
+    weight = wk.stand_in_weight(*standing, 16, torch.bfloat16)
+    bypass = (torch.randn(32, 512, device="cuda") / 512**0.5).bfloat16()
+    norm = torch.ones(512, device="cuda", dtype=torch.bfloat16)
+    w1, w2 = torch.randn(32, 512, device="cuda") / 512**0.5, torch.randn(32, 32, device="cuda")
+    router = (wk.in_pieces(w1, torch.bfloat16), *(torch.randn(n, device="cuda") for n in (32,)), w2, w2[0])
+
+    def layers(x: torch.Tensor, backend: str) -> list[torch.Tensor]:
+        found = [x]
+        for _ in range(8):
+            y, decided, reduced = wk.norm_route(
+                found[-1], norm, *router, 1e-5, bypass=bypass, early=True, backend=backend
+            )
+            form = {"mask": decided} if rows <= 128 else {"layout": wk.route_layout(decided)}
+            h = wk.gated_mlp_up(y, gate, up, **form, backend=backend)
+            stand_in = wk.StandIn(weight, reduced)
+            found.append(wk.gemm_k(h, down, residual=x, stand_in=stand_in, early=True, **form, backend=backend))
+        return found[1:]
+
+    layers(x, "triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = layers(x, "triton")
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        for given, got in zip([x, *made[:-1]], made, strict=True):
+            # each layer from what the one before it really gave: errors do not add up, decisions do not flip on
+            y, decided, reduced = wk.norm_route(given, norm, *router, 1e-5, bypass=bypass, backend="triton")
+            h = wk.gated_mlp_up(y, gate, up, mask=decided, backend="torch")
+            stand_in = wk.StandIn(weight, reduced)
+            expected = wk.gemm_k(h, down, residual=x, mask=decided, stand_in=stand_in, backend="torch")
+            assert relative_error(got, expected.double()) <= BF16_ACCUMULATION
 
 
 @pytest.mark.parametrize("rows", [1, 48, 3000])
@@ -124,30 +174,41 @@ def test_launches_of_one_capture_share_counters() -> None:
 
 def test_few_rows_route_right_whatever_runs_beside_and_before() -> None:
     """Launches of other shapes in turn, on several streams; then graphs of launches that follow each other at once."""
-    shapes = {(4096, 32, 112): 8, (576, 16, 24): 3, (2048, 64, 300): 5, (4096, 32, 8): 1}
-    routers = {}
-    for size, rank, groups in shapes:
+    shapes = {(4096, 32, 112, 0): 8, (4096, 32, 112, 32): 3, (576, 16, 24, 5): 3, (2048, 64, 300, 0): 5}
+    shapes |= {(4096, 32, 8, 128): 1, (4096, 32, 8, 32): 1, (4096, 32, 8, 0): 1}
+    routers, bypasses = {}, {}
+    for size, rank, groups, read in shapes:
         w1 = torch.randn(rank, size, device="cuda") / size**0.5
         given = [torch.randn(*s, device="cuda") for s in ((rank,), (2 * groups, rank), (2 * groups,))]
         norm = torch.randn(size, device="cuda", dtype=torch.bfloat16)
-        routers[size, rank, groups] = (norm, wk.in_pieces(w1, torch.bfloat16), *given, 1e-5)
+        routers[size, rank, groups, read] = (norm, wk.in_pieces(w1, torch.bfloat16), *given, 1e-5)
+        bypass = torch.randn(read, size, device="cuda", dtype=torch.bfloat16) / size**0.5
+        bypasses[size, rank, groups, read] = bypass if read else None
 
-    def check(key: tuple[int, int, int], x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> None:
+    def check(
+        key: tuple[int, ...], x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, *reduced: torch.Tensor
+    ) -> None:
         norm, w1, *rest = routers[key]
         expected, decided = wk.norm_route(x, norm, w1, *rest, backend="torch")
         torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2)
         assert (mask != decided).float().mean() < 1e-3, "but for ties"
+        assert len(reduced) == (key[-1] > 0)
+        for read in reduced:
+            torch.testing.assert_close(read, reduced_reference(x, bypasses[key], 1e-5), rtol=1e-2, atol=1e-2)
+
+    def route(x: torch.Tensor, key: tuple[int, ...], early: bool) -> tuple[torch.Tensor, ...]:
+        return wk.norm_route(x, *routers[key], bypass=bypasses[key], early=early, backend="triton")
 
     streams = [torch.cuda.Stream() for _ in range(3)]
     found = []
-    for turn in range(60):
+    for turn in range(70):
         key = list(shapes)[turn % len(shapes)]
         inputs = [torch.randn(shapes[key], key[0], device="cuda", dtype=torch.bfloat16) for _ in streams]
         torch.cuda.synchronize()
         for stream, x in zip(streams, inputs, strict=True):
             with torch.cuda.stream(stream):
                 for _ in range(3):
-                    result = wk.norm_route(x, *routers[key], early=bool(turn % 2), backend="triton")
+                    result = route(x, key, early=bool(turn % 2))
                 found.append((key, x, *result))
     torch.cuda.synchronize()
     for case in found:
@@ -157,7 +218,7 @@ def test_few_rows_route_right_whatever_runs_beside_and_before() -> None:
         graph, chain, made = torch.cuda.CUDAGraph(), [x], []
         with torch.cuda.graph(graph):
             for _ in range(20):
-                made.append(wk.norm_route(chain[-1], *routers[key], early=True, backend="triton"))
+                made.append(route(chain[-1], key, early=True))
                 chain.append(made[-1][0].roll(1, -1))
         for _ in range(3):
             x.normal_()

@@ -6,6 +6,7 @@ Llama-3.1-8B with groups of 128, the configurations the ones that the launchers 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -21,6 +22,8 @@ from wide_kernels import compaction
 from wide_kernels.attention_decode import triton as decode_kernels
 from wide_kernels.attention_prefill import configs as prefill_configs
 from wide_kernels.attention_prefill import triton as prefill_kernels
+from wide_kernels.compensate import configs as compensate_configs
+from wide_kernels.compensate import triton as compensate_kernels
 from wide_kernels.gemm_k import configs as k_configs
 from wide_kernels.gemm_k import few_rows as k_few
 from wide_kernels.gemm_k import one_row as k_one
@@ -37,6 +40,8 @@ from wide_kernels.norm_route import triton as norm_kernels
 
 D, F, G, T, RANK = 4096, 14336, 128, 16384, 32
 GROUPS = F // G
+BYPASS = 32  # rank of the bypass around skipped groups; with their means it makes STANDING columns
+STANDING = GROUPS + BYPASS
 OPTIONS = ("num_warps", "num_stages")
 ANYWHERE = torch.device("cpu")  # configurations that differ on a GPU at hand take that of none
 
@@ -123,35 +128,47 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
             k | {"S": k_configs.tile_order(T, GROUPS, G, dtype).segment, "ATOMIC": atomic, "SLAB": 4} | tile,
         )
     down: dict[str, Any] = {"K": F, "G": G, "HAS_RESIDUAL": True}
-    for early in (False, True):
-        found[f"vector_k early={early}"] = (
+    standing = {"": {"P": 0, "RB": 0}, " standing": {"P": STANDING, "RB": BYPASS}}
+    for early, (name, stands) in itertools.product((False, True), standing.items()):
+        found[f"vector_k early={early}{name}"] = (
             k_one.vector_kernel,
-            f"{p} {p} {p} {p} *u8",
-            down | {"EARLY": early} | k_one.vector_config(D, F, G, dtype, ANYWHERE),
+            f"{p} {p} {p} {p} *u8 {p} {p}",
+            down | stands | {"EARLY": early} | k_one.vector_config(D, F, G, dtype, ANYWHERE),
         )
-    for rows in (16, 64, 128):
-        found[f"few_rows_k {rows}"] = (
+    for rows, (name, stands) in itertools.product((16, 64, 128), standing.items()):
+        sizes = down | stands | {"N": D, "NP": 128, "BP": k_few.STANDING_STEP, "EARLY": rows == 16}
+        found[f"few_rows_k {rows}{name}"] = (
             k_few.rows_kernel,
-            f"{p} {p} {p} {p} *fp32 *i32 *u8 i32 i32",
-            down | {"N": D, "PRECISION": precision} | k_few.rows_config(rows, D, F, G, dtype, ANYWHERE),
+            f"{p} {p} {p} {p} *fp32 *i32 *u8 {p} {p} i32 i32",
+            sizes | {"PRECISION": precision} | k_few.rows_config(rows, D, F, G, dtype, ANYWHERE),
+        )
+    for rows in (1024, T):
+        sizes = standing[" standing"] | {"N": D, "N_G": GROUPS, "NP": 128, "HAS_RESIDUAL": True, "EARLY": rows < T}
+        found[f"tile_compensate {rows}"] = (
+            compensate_kernels.tile_kernel,
+            f"{p} {p} *u8 {p} {p} i32",
+            sizes | {"PRECISION": precision} | compensate_configs.tile_config(rows, D, STANDING, dtype, ANYWHERE),
         )
     norm: dict[str, Any] = {"D": D, "R": RANK, "RP": RANK, "NORMALISED": True, "TAP_EPS": 1e-6, "HALVES": "both"}
     norm["PARTS"] = 1 if dtype is torch.float32 else 2
     norm["N_G"] = GROUPS
-    norm_types = "{x} {x} {w1} *fp32 *fp32 *fp32 *fp32 *fp32 {x} *u8 *i32 i32 fp32"
-    row_types = "{x} {x} {w1} *fp32 *fp32 *fp32 *i32 {x} *u8 i32 fp32"
-    for rows in (1, T):
-        one = norm_configs.row_config(rows, D, RANK, dtype, ANYWHERE)
-        words = {"EARLY": True, "WORDS": 2080}
+    norm_types = "{x} {x} {w1} *fp32 *fp32 *fp32 {x} *fp32 *fp32 *fp32 {x} *u8 {x} *i32 i32 fp32"
+    row_types = "{x} {x} {w1} *fp32 *fp32 *fp32 {x} *i32 {x} *u8 {x} i32 fp32"
+    for rows, bypass in itertools.product((1, T), (0, BYPASS)):
+        norm |= {"RB": bypass, "RBP": max(16, bypass)}
+        wide = norm_configs.row_words(RANK, bypass)
+        one = norm_configs.row_config(rows, D, max(RANK, wide // 2), dtype, ANYWHERE)
+        words = {"EARLY": True, "WIDE": wide, "WORDS": 32 * wide + 32}
+        name = f"{rows}" + " bypass" * bool(bypass)
         chunk = one | words if one else norm_configs.chunk_config(rows, D, dtype, ANYWHERE)
         del chunk["TOGETHER"]  # the launcher's
-        found[f"norm_route {rows}"] = (
+        found[f"norm_route {name}"] = (
             norm_rows.row_kernel if one else norm_kernels.chunk_kernel,
             (row_types if one else norm_types).format(x=p, w1="*fp32"),
             norm | chunk,
         )
         if dtype is not torch.float32:
-            found[f"norm_route in pieces {rows}"] = (
+            found[f"norm_route in pieces {name}"] = (
                 norm_rows.row_kernel if one else norm_kernels.chunk_kernel,
                 (row_types if one else norm_types).format(x=p, w1=p),
                 norm | {"PARTS": 3} | chunk,

@@ -32,6 +32,7 @@ def registered_calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     ops = torch.ops.wide_kernels
     assert all(callable(getattr(wk, name)) for name in wk.__all__)  # loading a name registers its operator
     plain = [torch.randn(*shape) for shape in ((6, 16), (16,), (4, 16), (4,), (4, 4), (4,))]
+    standing = [torch.randn(*shape).requires_grad_() for shape in ((16, 16), (6, 3))]
     q, k, mask = torch.randn(2, 3, 4, 64), torch.randn(2, 5, 2, 64), torch.rand(6, 2) < 0.5
     start = torch.tensor([1, 2])
     attended = wk.route_layout(mask, backend="torch")
@@ -47,8 +48,18 @@ def registered_calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
             ops.gemm_mn,
             (e["x"], e["gate"], e["mask"][:, :1], None, None, e["bias"], "silu", 1, True, "torch"),
         ),
-        "gemm_k": (ops.gemm_k, (e["h"], e["down"], e["mask"], e["residual"], "auto", False, True, "torch")),
-        "norm_route": (ops.norm_route, (*plain, 1e-5, "residual", True, "torch")),
+        "gemm_k": (
+            ops.gemm_k,
+            (e["h"], e["down"], e["mask"], e["residual"], None, None, "auto", False, True, "torch"),
+        ),
+        "gemm_k stand-in": (
+            ops.gemm_k,
+            (e["h"], e["down"], e["mask"], e["residual"], *standing, "auto", False, True, "torch"),
+        ),
+        "compensate": (ops.compensate, (e["residual"], standing[0], e["mask"], standing[1], True, "torch")),
+        "compensate means": (ops.compensate, (e["residual"], standing[0], e["mask"], None, True, "torch")),
+        "norm_route": (ops.norm_route, (*plain, None, 1e-5, "residual", True, "torch")),
+        "norm_route bypass": (ops.norm_route, (*plain, torch.randn(3, 16), 1e-5, "residual", True, "torch")),
         "attention_prefill": (ops.attention_prefill, (q, k, k, mask, *sorted_mask, True, start, start, None, "torch")),
         "attention_decode": (ops.attention_decode, (q[:, :1].contiguous(), k, k, mask[:2], start, None, None, "torch")),
     }

@@ -92,6 +92,40 @@ def test_triton_gives_the_same_norm_and_decision(rows: int, dtype: torch.dtype, 
     assert not bool(flipped.any())
 
 
+@pytest.mark.parametrize(
+    ("size", "rank", "bypass"), [(336, 20, 32), (48, 8, 1), (48, 8, 5), (64, 4, 128), (128, 64, 32)]
+)
+@pytest.mark.parametrize("rows", [1, 3, 20, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_bypass_reads_what_the_part_reads(
+    rows: int, size: int, rank: int, bypass: int, dtype: torch.dtype, device: str
+) -> None:
+    given = {name: tensor.to(device) for name, tensor in example(rows, size, rank, groups=7).items()}
+    given |= {"x": given["x"].to(dtype), "norm_weight": given["norm_weight"].to(dtype)}
+    generator = torch.Generator().manual_seed(2)
+    down = (torch.randn(bypass, size, generator=generator) / size**0.5).to(device)
+    folded = (down * given["norm_weight"]).to(dtype)
+    y, mask, reduced = wk.norm_route(**given, eps=1e-5, bypass=folded, early=True, backend="triton")
+    plain = wk.norm_route(**given, eps=1e-5, backend="triton")
+    torch.testing.assert_close(y, plain[0], rtol=2e-3 if dtype is torch.float16 else 1e-5, atol=1e-5)
+    assert torch.equal(mask, plain[1])  # no two of these logits come close
+    # in fp16 the two round the norm's weight and its output in other places
+    close = {"rtol": 0, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 0, "atol": 1e-2}
+    torch.testing.assert_close(reduced, y @ down.to(dtype).t(), **close)
+    expected = wk.norm_route(**given, eps=1e-5, bypass=folded, backend="torch")[2]
+    torch.testing.assert_close(reduced, expected, rtol=1e-3 if dtype is torch.float16 else 1e-5, atol=1e-5)
+
+
+def test_a_bypass_of_few_words_does_not_take_the_row_kernel_away() -> None:
+    from wide_kernels.norm_route.configs import row_config, row_words
+
+    for rank, bypass in ((32, 0), (32, 32), (32, 128), (64, 32)):
+        wide = row_words(rank, bypass)
+        assert wide >= rank + 4 + bypass and wide % rank == 0
+        config = row_config(1, 4096, max(rank, wide // 2), torch.bfloat16, torch.device("cpu"))
+        assert config is not None and config["BD"] >= 64
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_a_tie_executes(backend: str, device: str) -> None:
     given = {name: tensor.to(device) for name, tensor in example().items()}
@@ -116,6 +150,9 @@ def test_no_rows_give_no_rows(backend: str, device: str) -> None:
         ({"b1": torch.ones(7)}, "size of b1 must be 8, got 7"),
         ({"w2": torch.ones(9, 8), "b2": torch.ones(9)}, "two rows a group, got 9"),
         ({"norm_weight": torch.ones(40)}, "size of norm_weight must be 48, got 40"),
+        ({"bypass": torch.ones(4, 40)}, "D of bypass must be 48, got 40"),
+        ({"bypass": torch.ones(0, 48)}, "a bypass has at least one row"),
+        ({"bypass": torch.ones(4, 48).half()}, "bypass is torch.float16"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(changed: dict[str, Any], complaint: str) -> None:

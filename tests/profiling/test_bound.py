@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from widecli.model.plan import ModelShape, RoutingPlan
+from widecli.model.plan import CompensationPlan, ModelShape, RoutingPlan
 from widecli.profiling.bound import Pass, Peaks, Skipped, bound, peaks_of
 
 # D 8, D' 32, 4 query heads on 2 KV heads of 4, V 50: width 16, K and V together 16
@@ -70,6 +72,25 @@ def test_a_decode_step_reads_the_weights_that_at_least_one_row_runs() -> None:
     assert parts[3]["attention"] == pytest.approx(3 * parts[1]["attention"])
     assert parts[1]["attention"] == pytest.approx(2 * 16 * 0.5 + 12 * 16 * 0.5)
     assert parts[1]["norm_route"] == parts[3]["norm_route"] == 4 * 3 * 2 * (8 + 2 * 2)
+
+
+def test_compensation_reads_means_of_what_a_row_skips_and_the_bypass_whole() -> None:
+    plan = dataclasses.replace(PLAN, compensation=CompensationPlan(rank=5))
+    prefill, rates = Pass.of(SHAPE, "ttft", 2, 10, 5, itemsize=2), ([[0.25, 0.75]], [[0.9, 0.7]])
+    without, found = (bound(prefill, BY_FLOPS, Skipped(p, *rates)).parts for p in (PLAN, plan))
+    assert found["norm_route"] - without["norm_route"] == pytest.approx(2 * 2 * 20 * 5 * 8)  # both parts'
+    assert found["o"] - without["o"] == pytest.approx(2 * 20 * 8 * (1.0 + 5))
+    assert found["down"] - without["down"] == pytest.approx(2 * 20 * 8 * (1.6 + 5))
+    for batch in (1, 3):
+        step = Pass.of(SHAPE, "tpot", batch, 10, 4, itemsize=2)
+        without, found = (bound(step, BY_BYTES, Skipped.evenly(p, SHAPE, 0.5)).parts for p in (PLAN, plan))
+        assert found["down"] - without["down"] == pytest.approx(2 * 8 * (2 * (1 - 0.5**batch) + 5))
+        assert found["norm_route"] - without["norm_route"] == 2 * 2 * 5 * 8
+    means = dataclasses.replace(PLAN, parts="ffn", compensation=CompensationPlan(rank=0))
+    found = bound(prefill, BY_FLOPS, Skipped(means, [[]], [[0.9, 0.7]])).parts
+    assert found["down"] == pytest.approx(2 * 20 * 8 * (32 * 0.2 + 1.6)) and found["o"] == pytest.approx(
+        2 * 20 * 16 * 8
+    )
 
 
 def test_keys_are_read_when_one_of_the_groups_on_them_runs() -> None:

@@ -9,11 +9,12 @@ import torch
 
 from tiny_models import tiny_model, tiny_plan
 from widecli.engine.cache import KVCache
+from widecli.engine.model import InferenceModel
 from widecli.errors import UsageError
-from widecli.model.plan import ModelShape
-from widecli.model.routed import build_routers
+from widecli.model.plan import CompensationPlan, ModelShape
+from widecli.model.routed import RoutedModel, build_routers
 from widecli.profiling import memory
-from widecli.profiling.memory import Demand, memory_model, routers_bytes, weights_bytes
+from widecli.profiling.memory import Demand, compensations_bytes, memory_model, routers_bytes, weights_bytes
 
 FP32 = torch.float32
 
@@ -26,6 +27,22 @@ def test_weights_and_routers_are_those_of_the_tensors(tied: bool) -> None:
     for plan in (tiny_plan(), tiny_plan(mode="layer"), tiny_plan(parts="ffn")):
         routers = build_routers(plan, shape)
         assert routers_bytes(shape, plan) == sum(4 * p.numel() for p in routers.parameters())
+
+
+def test_what_is_added_for_skipped_groups_counts_with_the_routers() -> None:
+    model = tiny_model()
+    shape = ModelShape.from_config(model.config)
+    for mode in ("wide", "layer"):
+        routed = RoutedModel.attach(tiny_model(), tiny_plan(mode=mode, compensation=CompensationPlan(rank=5)))
+        engine = InferenceModel.from_routed(
+            routed.backbone, routed.plan, routed.routers, compensations=routed.compensations
+        )
+        packed = [stand_in for layer in engine.layers for stand_in in layer.stand_ins.values()]
+        size = sum(4 * (s.standing.numel() + s.bypass.numel()) for s in packed if s.bypass is not None)
+        assert compensations_bytes(shape, routed.plan, FP32) == size > 0
+        found = memory_model(shape, routed.plan, 1, 8, 8, FP32, tied=False)
+        assert found.routers == routers_bytes(shape, routed.plan) + size
+    assert compensations_bytes(shape, tiny_plan(), FP32) == 0
 
 
 def test_the_parts_of_the_model() -> None:

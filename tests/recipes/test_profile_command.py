@@ -18,7 +18,7 @@ from widecli.profiling.hugging_face import HuggingFace
 
 TIMES = {"p50_ms", "p90_ms", "p99_ms", "min_ms", "mean_ms", "n"}
 POINT = {"phase", "batch", "prompt", "gen", "sparsity", "group_size", "masks", "skip_rate", "recorded", "speedup"}
-POINT |= {"mode", "dense", "routed", "hugging_face", "run"}
+POINT |= {"mode", "compensation", "dense", "routed", "hugging_face", "run"}
 ALWAYS = TIMES | {"tokens_per_second", "bound_ms", "bound_reached"}
 
 
@@ -64,7 +64,7 @@ def test_a_shape_over_a_grid(wide: Wide, workplace: Path) -> None:
     document = done.document
     assert document["schema"] == "wide.summary/1" and document["command"] == "profile"
     assert (document["device"], document["dtype"], document["plan"]) == ("cpu", "float32", None)
-    assert document["peaks"]["source"] == "measured" and document["points_schema"] == "wide.points/3"
+    assert document["peaks"]["source"] == "measured" and document["points_schema"] == "wide.points/4"
     points = document["points"]
     keys = ("phase", "batch", "prompt", "sparsity", "group_size")
     assert [tuple(point[key] for key in keys) for point in points] == [
@@ -150,6 +150,62 @@ def test_transformers_that_does_not_fit_is_said_and_left_out(wide: Wide, monkeyp
     assert any("no time to compile it" in note for note in done.document["notes"])
 
 
+def test_what_compensation_costs_is_seen_in_one_run(wide: Wide, workplace: Path) -> None:
+    grid = ("--prompt", 16, "--sparsity", "0.25,0.5,0.75", "--G", 16, "--throughput", "--breakdown", "--batch", "1,2")
+    done = wide("profile", *SHAPE, *grid, "--compensation", "none,8,0", "--run-dir", "kept/one", "--json")
+    assert done.code == 0, done.err
+    assert done.document["settings"]["compensations"] == [None, 8, 0]
+    made = [None, {"mean": True, "rank": 8}, {"mean": True, "rank": 0}]
+    keys = ("batch", "phase", "compensation", "sparsity")
+    assert [tuple(point[key] for key in keys) for point in done.document["points"]] == [
+        (batch, phase, compensation, sparsity)
+        for batch in (1, 2)
+        for phase in ("ttft", "tpot")
+        for compensation in made
+        for sparsity in (0.25, 0.5, 0.75)
+    ]
+    for point in done.document["points"]:
+        check_point(point, {"breakdown_ms", "bound_parts_ms"})
+    without, ranked, means = (point["routed"]["bound_parts_ms"] for point in done.document["points"][1:9:3])
+    for part in ("norm_route", "o", "down"):
+        assert without[part] < ranked[part] and without[part] <= means[part]
+    assert len(done.document["throughput"]) == 2 * 3 * 3
+    assert [most["compensation"] for most in done.document["throughput"][:9:3]] == made
+    for words in ("means and rank 8", "rank 8 ", "none", "compen-"):
+        assert words in done.err
+    metrics = [json.loads(line) for line in (workplace / "kept" / "one" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["ttft compensation_rank"] for line in metrics[:9]] == [None] * 3 + [8] * 3 + [0] * 3
+    wide("profile", *SHAPE, *grid, "--run-dir", "kept/one", "--resume").refused_with("compensations was [None, 8, 0]")
+    report = wide("report", "kept/one", "--format", "csv,html", "--out", "out")
+    assert report.code == 0, report.err
+    rows = list(csv.DictReader((workplace / "out" / "tables" / "shares-128x256x2.csv").open()))
+    shown = [row["compensation"] for row in rows if "published" not in row["phase"]]
+    assert shown == ["", "means", "means and rank 8"] * 4
+
+
+def test_new_runs_compensate_and_old_records_say_nothing_of_it(
+    wide: Wide, workplace: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(repository / "reports"))
+    import render_profile
+
+    done = wide("profile", *SHAPE, "--tpot", "--prompt", 8, "--run-dir", "kept/new", "--json")
+    assert done.code == 0, done.err
+    assert [point["compensation"] for point in done.document["points"]] == [{"mean": True, "rank": 32}]
+    old = json.loads((workplace / "kept" / "new" / "summary.json").read_text())
+    del old["points"][0]["compensation"], old["settings"]["compensations"], old["identity"]["settings"]["compensations"]
+    (workplace / "kept" / "old").mkdir()
+    (workplace / "kept" / "old" / "summary.json").write_text(json.dumps(old))
+    shutil.copy(workplace / "kept" / "new" / "environment.json", workplace / "kept" / "old")
+    render_profile.render(workplace / "kept")
+    text = (workplace / "kept" / "README.md").read_text()
+    assert "| random, G=64, means and rank 32 |" in text and "| random, G=64 |" in text
+    report = wide("report", "kept/old", "kept/new", "--format", "csv,md,html", "--out", "out")
+    assert report.code == 0, report.err
+    again = ("profile", *SHAPE, "--tpot", "--prompt", 8, "--run-dir", "kept/old", "--resume")
+    wide(*again).refused_with("compensations was None and is now [32]")
+
+
 def test_memory_energy_breakdown_and_throughput(wide: Wide) -> None:
     options = ("--memory", "--energy", "--breakdown", "--throughput", "--tpot", "--batch", "1,2", "--prompt", 8)
     done = wide("profile", *SHAPE, *options, "--json")
@@ -193,7 +249,8 @@ def test_its_records_become_a_page(
     points = first.document["points"]
     for point in points:
         figures = [render_profile.milliseconds(point[side]["p50_ms"]) for side in ("dense", "routed")]
-        start = f"| 128x256x2 | {point['phase'].upper()} | 1 | 8 | random, G=64 | {100 * point['sparsity']:.1f} |"
+        masks = f"random, G=64, means and rank 32 | {100 * point['sparsity']:.1f}"
+        start = f"| 128x256x2 | {point['phase'].upper()} | 1 | 8 | {masks} |"
         (row,) = [row for row in text[: text.index("## Nothing skipped")].splitlines() if row.startswith(start)]
         theirs = render_profile.milliseconds(point["hugging_face"]["p50_ms"])
         for shown in (*figures, theirs, f"{point['speedup']:.2f}x", f"{100 * point['routed']['bound_reached']:.1f}"):
@@ -258,6 +315,10 @@ def test_random_masks_on_a_checkpoint_take_any_rate_and_group_size(wide: Wide, r
     assert done.code == 0, done.err
     (point,) = done.document["points"]
     assert (point["masks"], point["sparsity"], point["group_size"]) == ("random", 0.75, 32)
+    assert done.document["settings"]["compensations"] == []
+    assert point["compensation"] == (done.document["plan"].get("compensation") or None), "its own"
+    done = wide("profile", "calibrated", "--masks", "random", "--prompt", 8, "--tpot", "--compensation", "4", "--json")
+    assert [point["compensation"] for point in done.document["points"]] == [{"mean": True, "rank": 4}]
 
 
 def test_a_dtype_may_be_asked_for(wide: Wide) -> None:
@@ -330,8 +391,12 @@ def test_a_finished_run_is_not_replaced_unasked(wide: Wide) -> None:
         (("--shape", "128x256x2", "--masks", "learned"), ["no routers", "--masks random"]),
         (("--shape", "128x256x2", "--masks", "real"), ["learned or random", "'real'"]),
         (("--shape", "128x256x2", "--dtype", "int8"), ["--dtype", "bfloat16", "'int8'"]),
+        (("--shape", "128x256x2", "--compensation", "-1"), ["--compensation takes none or ranks", "got '-1'"]),
+        (("--shape", "128x256x2", "--compensation", "8,no"), ["--compensation takes none or ranks", "got '8,no'"]),
+        (("--shape", "128x256x2", "--compensation", "200"), ["compensation.rank=200", "hidden size 128"]),
+        (("calibrated", "--compensation", "8"), ["--G and --compensation need --masks random"]),
         (("nowhere",), ["nowhere", "neither a checkpoint"]),
-        (("calibrated", "--sparsity", "0.5"), ["--sparsity and --G need --masks random"]),
+        (("calibrated", "--sparsity", "0.5"), ["--sparsity, --G and --compensation need --masks random"]),
         (("calibrated", "--prompt", "200"), ["216", "128"]),
         (("calibrated", "--text", "missing.txt"), ["missing.txt"]),
     ],

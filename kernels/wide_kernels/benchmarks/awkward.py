@@ -16,16 +16,19 @@ import torch
 from torch import Tensor
 
 import wide_kernels as wk
+from wide_kernels.compensate.reference import compensate_reference
 from wide_kernels.errors import UnsupportedError
 from wide_kernels.gemm_k.reference import gemm_k_reference
 from wide_kernels.gemm_mn.reference import gated_mlp_up_reference, gemm_mn_reference
-from wide_kernels.norm_route.reference import TAP_EPS, norm_route_reference
+from wide_kernels.layout import RouteLayout
+from wide_kernels.norm_route.reference import TAP_EPS, norm_route_reference, reduced_reference
 
 # Relative error in the Frobenius norm. Inputs are exact in every dtype, products are summed in fp32, so the error is
 # the rounding of the result (2^-9 for bf16, 2^-12 for fp16, uniform in a binade: about half of it), and in fp32 that of
 # sums of up to ten thousand terms. bf16 accumulation rounds once a segment.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 5e-6}
 BF16_ACCUMULATION = 2e-2
+BYPASS_RANKS = (32, 0)
 
 
 @dataclass(frozen=True)
@@ -169,8 +172,50 @@ def errors(case: Case, dtype: torch.dtype, device: str, backend: str) -> Iterato
         added = residual.double() if "residual" in extra else None
         expected = gemm_k_reference(clean[3], clean_down, mask, added)
         yield f"gemm_k {name}", relative_error(y, expected), BF16_ACCUMULATION if name == "bf16" else bound
+    yield from stand_in_errors(case, h, down, residual, layout, backend)
     if backend != "gluon":
         yield from router_errors(case, clean[0].to(dtype), device, backend)
+
+
+def stand_in_errors(
+    case: Case, h: Tensor, down: Tensor, residual: Tensor, layout: RouteLayout, backend: str
+) -> Iterator[tuple[str, float, float]]:
+    """What stands in for skipped groups: with GEMM-K in all its forms, and by itself."""
+    mask, dtype = layout.mask, h.dtype
+    generator = torch.Generator().manual_seed(case.rows)
+    clean_h, clean_down = (torch.nan_to_num(tensor.double()) for tensor in (h, down))
+    # The bypass' coefficients are rounded once, and what many rows start from.
+    bound = 2 * TOLERANCE[dtype]
+    for rank in BYPASS_RANKS:
+        shapes = ((case.groups, case.other), (case.other, rank), (case.rows, rank))
+        mean, up, read = (torch.randn(*shape, generator=generator).to(h.device) for shape in shapes)
+        stand_in = wk.StandIn(wk.stand_in_weight(mean, up, case.groups, dtype), read.to(dtype) if rank else None)
+        wide = None if stand_in.reduced is None else stand_in.reduced.double()
+        start = compensate_reference(residual.double(), stand_in.weight.double(), mask, wide)
+        expected = gemm_k_reference(clean_h, clean_down, mask, start)
+        given: dict[str, Any] = {"residual": residual, "stand_in": stand_in}
+        variants: list[tuple[str, dict[str, Any]]] = [
+            ("fp32", {"layout": layout, "accumulate": "fp32"}),
+            ("deterministic", {"layout": layout, "deterministic": True}),
+            ("early", {"mask": mask, "early": True}),
+        ]
+        if dtype is torch.bfloat16:
+            variants.append(("bf16", {"layout": layout, "accumulate": "bf16"}))
+        for name, extra in variants:
+            if not _takes(backend, "gemm_k", h, down, **given, **extra):
+                continue
+            poison_free_memory(case.rows * case.other, dtype, str(h.device))
+            y = wk.gemm_k(h, down, **given, **extra, backend=backend)
+            rounded_often = h.is_cuda and dtype is torch.bfloat16 and name in ("bf16", "early")
+            yield (
+                f"gemm_k {name} stand-in {rank}",
+                relative_error(y, expected),
+                BF16_ACCUMULATION if rounded_often else bound,
+            )
+        if _takes(backend, "compensate", residual, stand_in, mask=mask):
+            poison_free_memory(case.rows * case.other, dtype, str(h.device))
+            y = wk.compensate(residual, stand_in, mask=mask, early=rank == 0, backend=backend)
+            yield f"compensate {rank}", relative_error(y, start), bound
 
 
 def router_errors(case: Case, x: Tensor, device: str, backend: str) -> Iterator[tuple[str, float, float]]:
@@ -181,6 +226,8 @@ def router_errors(case: Case, x: Tensor, device: str, backend: str) -> Iterator[
     scale = torch.linspace(0.5, 1.5, case.other, device=device).to(x.dtype)
     full = x.double()
     expected, _ = norm_route_reference(full, scale.double(), w1, b1, w2, b2, 1e-5)
+    bypass = (torch.randn(32, case.other, generator=generator) / case.other**0.5).to(device, x.dtype)
+    reduced = reduced_reference(full, bypass.double(), 1e-5)
     forms = {"": w1} if x.element_size() > 2 else {"": w1, " in pieces": wk.in_pieces(w1, x.dtype)}
     for tap, (form, first) in itertools.product(("residual", "normalised"), forms.items()):
         y, mask = wk.norm_route(x, scale, first, b1, w2, b2, 1e-5, tap=tap, backend=backend)
@@ -192,3 +239,13 @@ def router_errors(case: Case, x: Tensor, device: str, backend: str) -> Iterator[
         z = logits[..., 0] - logits[..., 1]
         wrong = z[mask != (z >= 0)].abs()
         yield f"norm_route mask {tap}{form}", float(wrong.max() / z.abs().max()) if wrong.numel() else 0.0, 1e-5
+        # The bypass' digits are the dtype's, what it reads is rounded once. The other sums are in another order then.
+        poison_free_memory(case.rows * len(bypass), x.dtype, device)
+        y, mask, read = wk.norm_route(
+            x, scale, first, b1, w2, b2, 1e-5, tap=tap, bypass=bypass, early=True, backend=backend
+        )
+        wrong = z[mask != (z >= 0)].abs()
+        flipped = float(wrong.max() / z.abs().max()) if wrong.numel() else 0.0
+        yield f"norm_route norm beside a bypass {tap}{form}", relative_error(y, expected), 2 * TOLERANCE[x.dtype]
+        yield f"norm_route mask beside a bypass {tap}{form}", flipped, 1e-5
+        yield f"norm_route bypass {tap}{form}", relative_error(read, reduced), TOLERANCE[x.dtype]

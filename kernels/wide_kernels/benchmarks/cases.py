@@ -14,12 +14,16 @@ import wide_kernels as wk
 from wide_kernels.benchmarks import dense
 from wide_kernels.benchmarks.shapes import ModelShape
 from wide_kernels.benchmarks.timing import Call
+from wide_kernels.compensate.reference import compensate_reference
 from wide_kernels.dispatch import OPERATORS, Explanation
 from wide_kernels.gemm_k.configs import FEW_ROWS
+from wide_kernels.norm_route.reference import reduced_reference
 from wide_kernels.random_masks import random_masks
+from wide_kernels.stand_in import coefficients
 
 CHECKED_ROWS = 512  # compared with float64; every element is tested for being finite
 RANK = 32
+BYPASS = 32  # rank of the bypass around skipped groups
 FLIP = 1e-5  # of the largest |execute - skip logit|: below that a decision may differ from float64's
 
 
@@ -181,13 +185,42 @@ def ffn_cases(sizes: Sizes, ops: set[str], gather: bool) -> Iterator[TimedCase]:
                 {"linear": lambda: F.linear(h, w_down)}, label=label,
                 flops=2 * executed * hidden, others=slow_k if gather and i == 0 else {}, checked=len(picked) * hidden,
             )  # fmt: skip
+    if "compensate" in ops:
+        yield from _stand_in_cases(sizes, mask, form, picked, x, w_up.t().contiguous())
     if "norm_route" in ops:
-        yield _norm_route(sizes, x)
+        yield from (_norm_route(sizes, x, read) for read in (0, BYPASS))
 
 
 def _gated(x: Tensor, w_gate: Tensor, w_up: Tensor) -> Tensor:
     """silu(x w_gate^T) * (x w_up^T) in float64."""
     return F.silu(F.linear(x.double(), w_gate.double())) * F.linear(x.double(), w_up.double())
+
+
+def _stand_in_cases(
+    sizes: Sizes, mask: Tensor, form: Mapping[str, Any], picked: Tensor, residual: Tensor, w_down: Tensor
+) -> Iterator[TimedCase]:
+    """What stands in for skipped groups: by itself beside what copies the residual stream, and in GEMM-K's sums."""
+    hidden, fp32 = sizes.model.hidden_size, torch.float32
+    mean, up = sizes.normal(sizes.groups, hidden, dtype=fp32), sizes.normal(hidden, BYPASS, dtype=fp32)
+    stand_in = wk.StandIn(wk.stand_in_weight(mean, up, sizes.groups, sizes.dtype), sizes.normal(sizes.rows, BYPASS))
+    h = sizes.normal(sizes.rows, sizes.model.intermediate_size)
+    weight, reduced = stand_in
+    assert reduced is not None
+    start = compensate_reference(residual[picked].double(), weight.double(), mask[picked], reduced[picked].double())
+    expected = start + F.linear(h[picked].double() * mask[picked].repeat_interleave(sizes.group, 1), w_down.double())
+    left = coefficients(mask, reduced, weight.shape[1], sizes.dtype)
+    flops = 2.0 * sizes.rows * hidden * (float((~mask).sum()) / sizes.rows + BYPASS)
+    yield operator_case(
+        "compensate", sizes, (residual, stand_in), form, lambda y: relative_error(y, picked, start),
+        {"clone": residual.clone, "addmm of coefficients that are there": lambda: residual.addmm(left, weight.t())},
+        flops=flops, checked=len(picked) * hidden,
+    )  # fmt: skip
+    yield operator_case(
+        "gemm_k", sizes, (h, w_down), {**form, "residual": residual, "stand_in": stand_in},
+        lambda y: relative_error(y, picked, expected), {"linear": lambda: F.linear(h, w_down)}, label=" stand-in",
+        flops=2 * float(mask.sum()) * sizes.group * hidden + flops,
+        others={"without": lambda: wk.gemm_k(h, w_down, residual=residual, **form)}, checked=len(picked) * hidden,
+    )  # fmt: skip
 
 
 def _gemm_k_variants(rows: int, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
@@ -200,7 +233,8 @@ def _gemm_k_variants(rows: int, dtype: torch.dtype) -> dict[str, dict[str, Any]]
     return variants | {" deterministic": {"deterministic": True}}
 
 
-def _norm_route(sizes: Sizes, x: Tensor) -> TimedCase:
+def _norm_route(sizes: Sizes, x: Tensor, read: int) -> TimedCase:
+    """With `read` > 0 beside a bypass of that rank."""
     hidden, groups = sizes.model.hidden_size, sizes.groups
     scale = torch.ones(hidden, device=sizes.device, dtype=sizes.dtype)
     fp32 = torch.float32
@@ -208,16 +242,23 @@ def _norm_route(sizes: Sizes, x: Tensor) -> TimedCase:
     w2, b2 = sizes.normal(2 * groups, RANK, dtype=fp32, scale=0.2), sizes.normal(2 * groups, dtype=fp32)
     first = w1 if x.element_size() > 2 else wk.in_pieces(w1, x.dtype)
     arguments = (x, scale, first, b1, w2, b2, 1e-5)
+    bypass = sizes.normal(read, hidden, scale=0.02) if read else None
 
-    def compare(got: tuple[Tensor, Tensor]) -> float:
+    def compare(got: tuple[Tensor, ...]) -> float:
         expected, _ = wk.norm_route(x.double(), scale.double(), w1, b1, w2, b2, 1e-5, backend="torch")
         logits = F.linear(F.linear(x.double(), w1.double(), b1.double()), w2.double(), b2.double())
         z = logits[:, 0::2] - logits[:, 1::2]
         if bool(((got[1] != (z >= 0)) & (z.abs() > FLIP * z.abs().max())).any()):
             return float("inf")
-        return float((got[0].double() - expected).norm() / expected.norm())
+        error = float((got[0].double() - expected).norm() / expected.norm())
+        if bypass is None:
+            return error
+        reduced = reduced_reference(x.double(), bypass.double(), 1e-5)
+        return max(error, float((got[2].double() - reduced).norm() / reduced.norm()))
 
     return operator_case(
-        "norm_route", sizes, arguments, {}, compare, {"rms_norm alone": lambda: F.rms_norm(x, (hidden,), scale, 1e-5)},
-        flops=2.0 * sizes.rows * RANK * (hidden + 2 * groups), checked=x.numel() + sizes.rows * groups,
+        "norm_route", sizes, arguments, {} if bypass is None else {"bypass": bypass}, compare,
+        {"rms_norm alone": lambda: F.rms_norm(x, (hidden,), scale, 1e-5)}, label=" bypass" * bool(read),
+        flops=2.0 * sizes.rows * (RANK * (hidden + 2 * groups) + read * hidden),
+        checked=x.numel() + sizes.rows * (groups + read),
     )  # fmt: skip

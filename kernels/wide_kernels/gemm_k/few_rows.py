@@ -5,6 +5,11 @@ of skipped groups are switched off where they stand. So the work is even whateve
 beforehand. Tensor cores take the weights as the left operand, K is cut into splits, the last program of a tile to
 finish adds them up in a fixed order. Rows beyond one tile take more tiles beside it, which find the weights in L2; that
 is for sums whose order must be fixed. One row has a kernel of its own (one_row.py).
+
+What stands in for skipped groups is a few steps of K more, which the splits share out among them before their own; with
+`early` that is done when h comes:
+
+    mask, reduced --> [1 - m, u reduced] --x standing--> acc --wait--> + masked(h) weight^T --> sum of splits --> out
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -21,10 +26,13 @@ from wide_kernels.dispatch import is_hopper, on_device_of
 from wide_kernels.gemm_k import one_row
 from wide_kernels.gemm_k.configs import FEW_ROWS
 from wide_kernels.gemm_mn.few_rows import OVERLAPPED_ROWS
+from wide_kernels.stand_in import StandIn
+from wide_kernels.stand_in_tiles import coefficients, skipped_share
 from wide_kernels.tuning.lookup import overlapped, tuned
-from wide_kernels.tuning.tiles import largest_power, padded_rows
+from wide_kernels.tuning.tiles import TILE, largest_power, padded_rows
 
 PROGRAMS = 264  # two for each multiprocessor of the largest GPUs
+STANDING_STEP = 64  # columns of what stands in that a program multiplies at one time
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -36,12 +44,19 @@ def rows_kernel(
     partial,
     arrived,
     mask,
+    standing,
+    reduced,
     rows,
     stride_h,
     N: tl.constexpr,
     K: tl.constexpr,
     G: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    P: tl.constexpr,
+    RB: tl.constexpr,
+    NP: tl.constexpr,
+    BP: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -51,9 +66,11 @@ def rows_kernel(
 ):
     """BT rows times BN columns, over every SPLITS-th step of K; weights that none of the rows needs stay unread.
 
-    `arrived` is zero for every tile before and after: the last split to come adds up all of them.
+    `arrived` is zero for every tile before and after: the last split to come adds up all of them. P: columns of what
+    stands in for skipped groups (0 = nothing does), RB of them the bypass'; EARLY: it and the mask are older than the
+    launch before this one.
     """
-    if PDL:
+    if PDL and not EARLY:
         gdc_wait()
         gdc_launch_dependents()
     column = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -66,6 +83,20 @@ def rows_kernel(
     h_tile = h + row[None, :].to(tl.int64) * stride_h + depth[:, None]
     row_flags = mask + row * (K // G)
     acc = tl.zeros((BN, BT), tl.float32)
+    if P > 0:
+        share = tl.zeros((BT,), tl.float32)
+        if RB > 0:
+            share = skipped_share(mask, row, inside, K // G, NP)
+        # One step or two: a pipeline would take the shared memory of the loop below.
+        for first in tl.range(split * BP, P, SPLITS * BP, num_stages=1):
+            place = first + tl.arange(0, BP)
+            known = (column < N)[:, None] & (place < P)[None, :]
+            a = tl.load(standing + column[:, None].to(tl.int64) * P + place[None, :], mask=known, other=0.0)
+            b = coefficients(mask, reduced, row[None, :], inside[None, :], share[None, :], place[:, None], K // G, RB)
+            acc = tl.dot(a, b.to(a.dtype), acc, input_precision=PRECISION)
+    if PDL and EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     # Who runs a group is read one step ahead: read in its own step, it would halve the depth of the load pipeline.
     flags = tl.load(row_flags + split * BK // G, mask=inside, other=0)
     for k in range(split * BK, K, SPLITS * BK):
@@ -111,12 +142,19 @@ def rows_config(
     return overlapped(config)
 
 
-def project(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None, early: bool = False) -> Tensor:
+def project(
+    h: Tensor,
+    weight: Tensor,
+    mask: Tensor,
+    residual: Tensor | None,
+    early: bool = False,
+    stand_in: StandIn | None = None,
+) -> Tensor:
     """`gemm_k` for h [T, K] of few rows, straight from the mask; the order of the sums is fixed."""
     (rows, depth), columns = h.shape, weight.shape[0]
     h = h if h.stride(1) == 1 else h.contiguous()
     if rows == 1:
-        return one_row.project(h, weight, mask, residual, early)
+        return one_row.project(h, weight, mask, residual, early, stand_in)
     out = torch.empty(rows, columns, dtype=h.dtype, device=h.device)
     if rows == 0:
         return out
@@ -124,6 +162,16 @@ def project(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None, ea
     flags = mask.contiguous().view(torch.uint8)
     fused = (depth, width, residual is not None)
     added = out if residual is None else residual.contiguous()  # else a pointer that the kernel does not follow
+    standing, reduced = out, out
+    standing_in = {"P": 0, "RB": 0, "NP": padded_rows(mask.shape[1]), "BP": TILE, "EARLY": False}
+    if stand_in is not None:
+        standing, early = stand_in.weight, early and mask.is_contiguous()
+        columns_more = standing.shape[1]
+        standing_in |= {"P": columns_more, "BP": min(STANDING_STEP, padded_rows(columns_more))}
+        if stand_in.reduced is not None:
+            reduced, early = stand_in.reduced.contiguous(), early and stand_in.reduced.is_contiguous()
+            standing_in["RB"] = reduced.shape[1]
+        standing_in["EARLY"] = early  # else the launch before this one copies something
     with on_device_of(h):
         config = rows_config(rows, columns, depth, width, h.dtype, h.device)
         tiles, splits = triton.cdiv(columns, config["BN"]), config["SPLITS"]
@@ -134,7 +182,7 @@ def project(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None, ea
             arrived = counters("last to arrive", h.device, tiles * row_tiles)
         precision = "ieee" if h.dtype is torch.float32 else "tf32"
         rows_kernel[(row_tiles, tiles, splits)](
-            h, weight, added, out, partial, arrived, flags, rows, h.stride(0),
-            columns, *fused, PRECISION=precision, **config,
+            h, weight, added, out, partial, arrived, flags, standing, reduced, rows, h.stride(0),
+            columns, *fused, **standing_in, PRECISION=precision, **config,
         )  # fmt: skip
     return out

@@ -20,7 +20,6 @@ Tiles that nobody needs are skipped by all partitions alike and are not counted.
 
 from __future__ import annotations
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -39,7 +38,9 @@ from wide_kernels.dispatch import multiprocessors, on_device_of
 from wide_kernels.gemm_k.configs import CHANNEL_STEP, hopper_config, slab_columns, tile_order
 from wide_kernels.gemm_k.segments import TILE_ROWS
 from wide_kernels.gemm_k.sorting import sort_patterns
+from wide_kernels.gemm_k.triton import start_of_sums
 from wide_kernels.gluon_names import cp_async, tma_load
+from wide_kernels.stand_in import StandIn
 
 HALF = gl.constexpr(TILE_ROWS // 2)  # rows of one warpgroup
 DEPTH = gl.constexpr(CHANNEL_STEP)
@@ -260,12 +261,17 @@ def persistent_kernel(
     )  # fmt: skip
 
 
-def project(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None) -> Tensor:
-    """`gemm_k` for bfloat16 h [T, K] with many rows; partial sums meet in the output, rounded once a segment."""
+def project(
+    h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None, stand_in: StandIn | None = None
+) -> Tensor:
+    """`gemm_k` for bfloat16 h [T, K] with many rows; partial sums meet in the output, rounded once a segment.
+
+    The output starts as the residual stream with what stands in for skipped groups, which costs what a copy would.
+    """
     (rows, depth), columns, groups = h.shape, weight.shape[0], mask.shape[1]
     h = h if h.stride(1) == 1 and h.stride(0) % 16 == 0 and h.data_ptr() % 16 == 0 else h.contiguous()
     weight = weight if weight.data_ptr() % 16 == 0 else weight.clone()
-    out = h.new_zeros(rows, columns) if residual is None else residual.clone(memory_format=torch.contiguous_format)
+    out = start_of_sums(h, weight, mask, residual, stand_in)
     order = tile_order(rows, groups, depth // groups, h.dtype, hopper=True)
     config = hopper_config(rows, columns, depth // groups)
     slab = slab_columns(rows, columns, out.element_size(), config["BN"], order.slab_bytes) // config["BN"]

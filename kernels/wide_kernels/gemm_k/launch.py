@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from wide_kernels.checks import group_width, is_bool, same_kind, same_size, shape_of, strided
+from wide_kernels.compensate.reference import compensate_reference
 from wide_kernels.dispatch import Problem, choose, is_hopper
 from wide_kernels.errors import UnsupportedError
 from wide_kernels.gemm_k.configs import CHANNEL_STEP, FEW_ROWS, MANY_ROWS
 from wide_kernels.gemm_k.reference import gemm_k_gradients, gemm_k_reference
 from wide_kernels.layout import RouteLayout, decision
+from wide_kernels.stand_in import StandIn, check_stand_in, stand_in_gradients
 
 ACCUMULATE = ("auto", "fp32", "bf16")
 
@@ -26,6 +28,7 @@ def gemm_k(
     deterministic: bool = False,
     *,
     mask: Tensor | None = None,
+    stand_in: StandIn | None = None,
     early: bool = False,
     backend: str = "auto",
 ) -> Tensor:
@@ -39,14 +42,25 @@ def gemm_k(
     the additions is not fixed, so results may differ in the last bits from run to run; `deterministic=True` fixes it
     bit for bit (and takes fp32). Differentiable in h, weight and residual. Raises UnsupportedError.
 
-    `early` vouches that weight and mask were complete before the launch that precedes this one: on a Hopper GPU one
-    row's product then fetches its first weights while that launch still runs.
+    With a `stand_in` what stands in for skipped groups is added, too: [1 - m, u reduced] weight^T, m the mask and u the
+    share of the groups that a token skips. Few rows add it to the same fp32 sums; many rows start from residual plus
+    it, rounded once more. Where nothing is skipped it adds exact zeros to each sum, if its weight is finite: of groups
+    that a token runs it is read (and multiplied by 0) all the same.
+
+    `early` vouches that weight, mask and stand_in were complete before the launch that precedes this one: on a Hopper
+    GPU one row's product then fetches its first weights while that launch still runs, and a few rows have added what
+    stands in by the time that h is there.
     """
     accumulate = partial_sums(h, accumulate, deterministic)
-    problem = gemm_k_problem(h, weight, layout, residual, accumulate, deterministic, mask=mask, early=early)
+    problem = gemm_k_problem(
+        h, weight, layout, residual, accumulate, deterministic, mask=mask, stand_in=stand_in, early=early
+    )
     chosen = choose(problem, backend)
     routed = decision("gemm_k", h, layout, mask)
-    y = torch.ops.wide_kernels.gemm_k(h, weight, routed, residual, accumulate, deterministic, early, chosen)
+    standing, reduced = stand_in or (None, None)
+    y = torch.ops.wide_kernels.gemm_k(
+        h, weight, routed, residual, standing, reduced, accumulate, deterministic, early, chosen
+    )
     return cast(Tensor, y)
 
 
@@ -67,6 +81,7 @@ def gemm_k_problem(
     deterministic: bool = False,
     *,
     mask: Tensor | None = None,
+    stand_in: StandIn | None = None,
     early: bool = False,
 ) -> Problem:
     """The facts that decide the backend of `gemm_k`; raises UnsupportedError for what no backend takes."""
@@ -86,11 +101,15 @@ def gemm_k_problem(
         residual_rows, residual_columns = shape_of(op, "residual", residual, "T N")
         same_size(op, "T of residual", residual_rows, rows)
         same_size(op, "N of residual", residual_columns, columns)
-    width = group_width(op, "K", depth, decision(op, h, layout, mask).shape[1])
+    groups = decision(op, h, layout, mask).shape[1]
+    width = group_width(op, "K", depth, groups)
     refusal = _gluon_refusal(h, width, partial_sums(h, accumulate, deterministic))
     sizes = {"N": columns, "the group width": width}
+    if stand_in is not None:
+        sizes |= check_stand_in(op, h, stand_in, rows, groups, columns)
+    uneven = strided(weight=weight, **({} if stand_in is None else {"stand_in": stand_in.weight}))
     refused = {"gluon": refusal} if refusal else {}
-    return Problem(op, h.device, h.dtype, sizes, strided(weight=weight), refused)
+    return Problem(op, h.device, h.dtype, sizes, uneven, refused)
 
 
 def _gluon_refusal(h: Tensor, width: int, accumulate: str) -> str | None:
@@ -109,30 +128,35 @@ def _gluon_refusal(h: Tensor, width: int, accumulate: str) -> str | None:
 @torch.library.custom_op(
     "wide_kernels::gemm_k",
     mutates_args=(),
-    schema="(Tensor h, Tensor weight, Tensor mask, Tensor? residual, str accumulate, bool deterministic, bool early,"
-    " str backend) -> Tensor",
+    schema="(Tensor h, Tensor weight, Tensor mask, Tensor? residual, Tensor? standing, Tensor? reduced,"
+    " str accumulate, bool deterministic, bool early, str backend) -> Tensor",
 )
 def _gemm_k(
     h: Tensor,
     weight: Tensor,
     mask: Tensor,
     residual: Tensor | None,
+    standing: Tensor | None,
+    reduced: Tensor | None,
     accumulate: str,
     deterministic: bool,
     early: bool,
     backend: str,
 ) -> Tensor:
+    stand_in = None if standing is None else StandIn(standing, reduced)
     if backend == "gluon":
         from wide_kernels.gemm_k import gluon
 
-        return gluon.project(h, weight, mask, residual)
+        return gluon.project(h, weight, mask, residual, stand_in)
     if backend == "triton":
         from wide_kernels.gemm_k import few_rows
         from wide_kernels.gemm_k.triton import project
 
         if h.shape[0] <= FEW_ROWS:
-            return few_rows.project(h, weight, mask, residual, early)
-        return project(h, weight, mask, residual, accumulate, deterministic)
+            return few_rows.project(h, weight, mask, residual, early, stand_in)
+        return project(h, weight, mask, residual, accumulate, deterministic, stand_in)
+    if standing is not None:
+        residual = compensate_reference(residual, standing, mask, reduced)
     return gemm_k_reference(h, weight, mask, residual)
 
 
@@ -142,17 +166,20 @@ def _(h: Tensor, weight: Tensor, *rest: object) -> Tensor:
 
 
 def _save_gemm_k(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    h, weight, mask, residual, *_ = inputs
-    ctx.save_for_backward(h, weight, mask)
+    h, weight, mask, residual, standing, reduced, *_ = inputs
+    ctx.save_for_backward(h, weight, mask, standing, reduced)
     ctx.has_residual = residual is not None
 
 
 def _gemm_k_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    h, weight, mask = ctx.saved_tensors
+    h, weight, mask, standing, reduced = ctx.saved_tensors
     needs = ctx.needs_input_grad
     to_h, to_weight = gemm_k_gradients(gradient, h, weight, mask, needs)
     to_residual = gradient if ctx.has_residual and needs[3] else None
-    return to_h, to_weight, None, to_residual, None, None, None, None
+    to_standing = to_reduced = None
+    if standing is not None:
+        to_standing, to_reduced = stand_in_gradients(gradient, standing, mask, reduced, needs[4:6])
+    return to_h, to_weight, None, to_residual, to_standing, to_reduced, None, None, None, None
 
 
 _gemm_k.register_autograd(_gemm_k_backward, setup_context=_save_gemm_k)

@@ -4,6 +4,12 @@ Such a product waits for memory only. Every program owns some output columns, th
 along them in the order of memory: fp32 sums in registers, one program for all of K. It finds the groups that run from
 the mask and takes as many as fill a step, so every load of a step is one that counts. Groups too narrow to be looked up
 in time, and wide ones, are walked over with the loads of skipped ones switched off.
+
+What stands in for skipped groups needs nothing that the launch before this one makes. With `early` its product is over
+when h comes:
+
+    mask --> groups that run --> first weights on their way ------------wait--> x h, and the steps after it --+--> out
+    mask, reduced --> [1 - m, u reduced] --x standing--> sums so far -----------------------------------------+
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -16,6 +22,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from wide_kernels.dispatch import is_hopper, on_device_of
+from wide_kernels.stand_in import StandIn
+from wide_kernels.stand_in_tiles import coefficients
 from wide_kernels.tuning.lookup import overlapped, tuned
 from wide_kernels.tuning.tiles import largest_power, padded_rows
 from wide_kernels.vector_tiles import products_with, weights_of
@@ -50,37 +58,60 @@ def vector_kernel(
     residual,
     out,
     mask,
+    standing,
+    reduced,
     K: tl.constexpr,
     G: tl.constexpr,
     NP: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    P: tl.constexpr,
+    RB: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
     BN: tl.constexpr,
     BC: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """One row times BN columns. A step takes BC chunks of 8 values, 16 bytes in half precision."""
+    """One row times BN columns. A step takes BC chunks of 8 values, 16 bytes in half precision.
+
+    P: columns of what stands in for skipped groups (0 = nothing does), RB of them the bypass'.
+    """
     if PDL and not EARLY:
         gdc_wait()
         gdc_launch_dependents()
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     before = tl.arange(0, NP)
     end = K
+    active = 0
     STEP: tl.constexpr = AT_ONCE if AT_ONCE > 0 else BC * 8
-    if AT_ONCE > 0:
+    if AT_ONCE > 0 or RB > 0:
         group = tl.arange(0, NP)
         runs = tl.load(mask + group, mask=group < K // G, other=0).to(tl.int32)
-        before = tl.cumsum(runs, 0)
-        end = tl.sum(runs, 0)
+        active = tl.sum(runs, 0)
+        if AT_ONCE > 0:
+            before = tl.cumsum(runs, 0)
+            end = active
     depth, counts = depths(mask, before, end, 0, K, G, AT_ONCE, BC)
     tile = weights_of(weight, columns, depth, counts, K, True)
+    acc = tl.zeros((BC, BN), tl.float32)
+    if P > 0:
+        N_G: tl.constexpr = K // G
+        share = (N_G - active).to(tl.float32) / N_G if RB > 0 else 0.0
+        for first in tl.static_range(0, P, BC * 8):
+            column = first + tl.arange(0, BC) * 8
+            place = column[:, None] + tl.arange(0, 8)[None, :]
+            left = coefficients(mask, reduced, 0, place < P, share, place, N_G, RB)
+            right = weights_of(standing, columns, column, column < P, P, True)
+            acc += tl.sum(left[:, None, :] * right.to(tl.float32), 2)
     if PDL and EARLY:
         gdc_wait()
         gdc_launch_dependents()
     # Where the next step reads is found while this one's weights are on their way.
     next_depth, next_counts = depths(mask, before, end, STEP, K, G, AT_ONCE, BC)
-    acc = products_with(h, tile, depth, counts, True)
+    if P > 0:
+        acc += products_with(h, tile, depth, counts, True)
+    else:
+        acc = products_with(h, tile, depth, counts, True)
     for first in range(STEP, end, STEP):
         depth, counts = next_depth, next_counts
         tile = weights_of(weight, columns, depth, counts, K, True)
@@ -104,16 +135,21 @@ def vector_config(columns: int, depth: int, width: int, dtype: torch.dtype, devi
     return overlapped(config | {"NP": groups, "AT_ONCE": at_once if listed else 0})
 
 
-def project(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None, early: bool) -> Tensor:
+def project(
+    h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None, early: bool, stand_in: StandIn | None = None
+) -> Tensor:
     """`gemm_k` for h [1, K]; the order of the sums is fixed."""
     depth, columns = h.shape[1], weight.shape[0]
     width = depth // mask.shape[1]
     out = torch.empty(1, columns, dtype=h.dtype, device=h.device)
     with on_device_of(h):
         config = vector_config(columns, depth, width, h.dtype, h.device)
-        early = early and mask.is_contiguous()  # else the launch before this one copies it
+        standing, read = stand_in or (None, None)
+        early = early and mask.is_contiguous() and (read is None or read.is_contiguous())  # else copied just now
         vector_kernel[(columns // config["BN"],)](
             h, weight, out if residual is None else residual.contiguous(), out, mask.contiguous().view(torch.uint8),
-            depth, width, HAS_RESIDUAL=residual is not None, EARLY=early, **config,
+            out if standing is None else standing, out if read is None else read.contiguous(),
+            depth, width, HAS_RESIDUAL=residual is not None, P=0 if standing is None else standing.shape[1],
+            RB=0 if read is None else read.shape[1], EARLY=early, **config,
         )  # fmt: skip
     return out

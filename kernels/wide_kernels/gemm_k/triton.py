@@ -8,11 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wide_kernels.compensate import triton as compensate
 from wide_kernels.dispatch import on_device_of
 from wide_kernels.errors import UnsupportedError
 from wide_kernels.gemm_k import few_rows
 from wide_kernels.gemm_k.configs import FEW_FIXED_ROWS, Order, slab_columns, tile_config, tile_order
 from wide_kernels.gemm_k.sorting import SortedPatterns, either, sort_patterns
+from wide_kernels.stand_in import StandIn
 
 
 @triton.jit(do_not_specialize=["rows", "first_segment"])  # first_column is a multiple of 16: it keeps adds vectorised
@@ -85,14 +87,20 @@ def tile_kernel(
 
 
 def project(
-    h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None, accumulate: str, deterministic: bool
+    h: Tensor,
+    weight: Tensor,
+    mask: Tensor,
+    residual: Tensor | None,
+    accumulate: str,
+    deterministic: bool,
+    stand_in: StandIn | None = None,
 ) -> Tensor:
     """`gemm_k` for h [T, K]; `accumulate` is fp32 or bf16, already decided."""
     rows, columns = h.shape[0], weight.shape[0]
     if rows == 0:
         return torch.empty(0, columns, dtype=h.dtype, device=h.device)
     if deterministic and rows <= FEW_FIXED_ROWS:
-        return few_rows.project(h, weight, mask, residual)
+        return few_rows.project(h, weight, mask, residual, stand_in=stand_in)
     h = h if h.stride(1) == 1 else h.contiguous()
     mask = mask.contiguous()
     with on_device_of(h):
@@ -102,8 +110,20 @@ def project(
         if accumulate == "bf16":
             if h.is_cuda and torch.cuda.get_device_capability(h.device) < (9, 0):
                 raise UnsupportedError("gemm_k: accumulate='bf16' needs compute capability 9.0 or newer; use fp32")
-            return _scatter_whole(h, weight, groups, order, patterns, residual)
+            start = start_of_sums(h, weight, mask, residual, stand_in)
+            return _scatter_whole(h, weight, groups, order, patterns, start)
+        if stand_in is not None:
+            residual = compensate.add(residual, stand_in.weight, mask, stand_in.reduced)
         return _scatter_slabs(h, weight, groups, order, patterns, residual, deterministic)
+
+
+def start_of_sums(h: Tensor, weight: Tensor, mask: Tensor, residual: Tensor | None, stand_in: StandIn | None) -> Tensor:
+    """A new tensor that partial sums are added to: the residual stream and what stands in for skipped groups."""
+    if stand_in is not None:
+        return compensate.add(residual, stand_in.weight, mask, stand_in.reduced)
+    if residual is not None:
+        return residual.clone(memory_format=torch.contiguous_format)
+    return h.new_zeros(h.shape[0], weight.shape[0])
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -111,12 +131,11 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 def _scatter_whole(
-    h: Tensor, weight: Tensor, groups: int, order: Order, patterns: SortedPatterns, residual: Tensor | None
+    h: Tensor, weight: Tensor, groups: int, order: Order, patterns: SortedPatterns, out: Tensor
 ) -> Tensor:
-    """Scatter rounded partials straight into the output."""
+    """Scatter rounded partials straight into the output, which they are added to."""
     (rows, depth), columns = h.shape, weight.shape[0]
     width = depth // groups
-    out = h.new_zeros(rows, columns) if residual is None else residual.clone(memory_format=torch.contiguous_format)
     config = tile_config(rows, columns, width, h.dtype)
     slab = slab_columns(rows, columns, out.element_size(), config["BN"], order.slab_bytes) // config["BN"]
     grid = (triton.cdiv(rows, config["BM"]) * slab, patterns.segments, triton.cdiv(columns, slab * config["BN"]))

@@ -39,8 +39,16 @@ def chunk_config(rows: int, size: int, dtype: torch.dtype, device: torch.device)
     return overlapped({"BN": min(config["BD"], max(PIECE, NORMALISED_AT_ONCE // config["BM"]))} | config)
 
 
+def row_words(rank: int, bypass: int) -> int:
+    """Words that a chunk of a row publishes, a power of two: a bottleneck of `rank` (padded), four, a bypass."""
+    return max(2 * rank, padded_rows(rank + 4 + bypass))
+
+
 def row_config(rows: int, size: int, rank: int, dtype: torch.dtype, device: torch.device) -> dict[str, int] | None:
-    """For a few rows: each is cut into chunks of BD; None where tiles of rows serve better. `rank` is padded."""
+    """For a few rows: each is cut into chunks of BD; None where tiles of rows serve better.
+
+    `rank`: of the router or the bypass, the larger, padded; half of `row_words` where that is more.
+    """
     if rows > FEW_ROWS:
         return None
     config = {"BD": min(128, _ROW_TILE // rank), "BG": 16, "num_warps": 4, "TOGETHER": 1, "PDL": int(is_hopper(device))}

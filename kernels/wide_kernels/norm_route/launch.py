@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor
 
@@ -9,9 +11,43 @@ from wide_kernels.checks import is_bool, same_device, same_kind, same_size, shap
 from wide_kernels.dispatch import Problem, choose
 from wide_kernels.errors import UnsupportedError
 from wide_kernels.norm_route.pieces import PIECES
-from wide_kernels.norm_route.reference import norm_route_reference
+from wide_kernels.norm_route.reference import norm_route_reference, reduced_reference
 
 TAPS = ("residual", "normalised")
+
+
+@overload
+def norm_route(
+    x: Tensor,
+    norm_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    eps: float,
+    *,
+    tap: str = "residual",
+    bypass: None = None,
+    early: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def norm_route(
+    x: Tensor,
+    norm_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    eps: float,
+    *,
+    tap: str = "residual",
+    bypass: Tensor,
+    early: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def norm_route(
@@ -24,9 +60,10 @@ def norm_route(
     eps: float,
     *,
     tap: str = "residual",
+    bypass: Tensor | None = None,
     early: bool = False,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """RMSNorm and the router in one pass over the residual stream x [T, D].
 
     norm_weight [D] in the dtype of x; the router w1 [r, D], b1 [r], w2 [2 N_G, r], b2 [2 N_G] is fp32: row 2g of w2
@@ -36,14 +73,21 @@ def norm_route(
     mask bool [T, N_G]). Decisions are those of fp32 arithmetic: backends may differ where the two logits do so by less
     than 1e-5 of the largest difference there is. For inference: no gradients. Raises UnsupportedError.
 
+    With a `bypass` [Rb, D] in the dtype of x a third result is `reduced` [T, Rb] in that dtype, what `StandIn` wants:
+    the bypass times x over its root mean square (with `eps`, unrounded). The norm's weight is not in it: fold it into
+    the bypass once, `bypass * norm_weight`.
+
     `early` vouches that everything but x was complete before the launch that precedes this one: on a Hopper GPU a few
     rows' weights are then fetched while that launch still runs.
     """
-    chosen = choose(norm_route_problem(x, norm_weight, w1, b1, w2, b2, eps, tap=tap, early=early), backend)
-    early = early and all(tensor.is_contiguous() for tensor in (norm_weight, w1, b1, w2, b2))  # else copied just now
+    problem = norm_route_problem(x, norm_weight, w1, b1, w2, b2, eps, tap=tap, bypass=bypass, early=early)
+    chosen = choose(problem, backend)
+    given = (norm_weight, w1, b1, w2, b2, *(() if bypass is None else (bypass,)))
+    early = early and all(tensor.is_contiguous() for tensor in given)  # else copied just now
     contiguous = [tensor.contiguous() for tensor in (x, norm_weight, w1, b1, w2, b2)]
-    normalised, mask = torch.ops.wide_kernels.norm_route(*contiguous, eps, tap, early, chosen)
-    return normalised, mask
+    bypass = None if bypass is None else bypass.contiguous()
+    normalised, mask, reduced = torch.ops.wide_kernels.norm_route(*contiguous, bypass, eps, tap, early, chosen)
+    return (normalised, mask) if bypass is None else (normalised, mask, reduced)
 
 
 def norm_route_problem(
@@ -56,6 +100,7 @@ def norm_route_problem(
     eps: float,
     *,
     tap: str = "residual",
+    bypass: Tensor | None = None,
     early: bool = False,
 ) -> Problem:
     """The facts that decide the backend of `norm_route`; raises UnsupportedError for what no backend takes."""
@@ -87,14 +132,20 @@ def norm_route_problem(
     same_size(op, "the size of b2", shape_of(op, "b2", b2, "2N_G")[0], logits)
     if logits == 0 or logits % 2:
         raise UnsupportedError(f"{op}: w2 must have two rows a group, got {logits}")
+    if bypass is not None:
+        same_kind(op, x, bypass=bypass)
+        width, bypass_size = shape_of(op, "bypass", bypass, "Rb D")
+        same_size(op, "D of bypass", bypass_size, size)
+        if width == 0:
+            raise UnsupportedError(f"{op}: a bypass has at least one row, got {list(bypass.shape)}; leave it out")
     return Problem(op, x.device, x.dtype)
 
 
 @torch.library.custom_op(
     "wide_kernels::norm_route",
     mutates_args=(),
-    schema="(Tensor x, Tensor norm_weight, Tensor w1, Tensor b1, Tensor w2, Tensor b2, float eps, str tap,"
-    " bool early, str backend) -> (Tensor, Tensor)",
+    schema="(Tensor x, Tensor norm_weight, Tensor w1, Tensor b1, Tensor w2, Tensor b2, Tensor? bypass, float eps,"
+    " str tap, bool early, str backend) -> (Tensor, Tensor, Tensor)",
 )
 def _norm_route(
     x: Tensor,
@@ -103,18 +154,31 @@ def _norm_route(
     b1: Tensor,
     w2: Tensor,
     b2: Tensor,
+    bypass: Tensor | None,
     eps: float,
     tap: str,
     early: bool,
     backend: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     if backend == "triton":
         from wide_kernels.norm_route.triton import norm_and_decide
 
-        return norm_and_decide(x, norm_weight, w1, b1, w2, b2, eps, tap, early)
-    return norm_route_reference(x, norm_weight, w1, b1, w2, b2, eps, tap)
+        return norm_and_decide(x, norm_weight, w1, b1, w2, b2, bypass, eps, tap, early)
+    found = norm_route_reference(x, norm_weight, w1, b1, w2, b2, eps, tap)
+    return *found, x.new_empty(len(x), 0) if bypass is None else reduced_reference(x, bypass, eps)
 
 
 @_norm_route.register_fake
-def _(x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(x.shape[0], w2.shape[0] // 2, dtype=torch.bool)
+def _(
+    x: Tensor,
+    norm_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    bypass: Tensor | None,
+    *rest: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = x.shape[0]
+    mask = x.new_empty(rows, w2.shape[0] // 2, dtype=torch.bool)
+    return torch.empty_like(x), mask, x.new_empty(rows, 0 if bypass is None else bypass.shape[0])

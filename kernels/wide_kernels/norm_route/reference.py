@@ -35,6 +35,14 @@ def norm_route_reference(
         return normalised, logits[..., 0] >= logits[..., 1]
 
 
+def reduced_reference(x: Tensor, bypass: Tensor, eps: float) -> Tensor:
+    """What a bypass [Rb, D] reads of x [T, D]: its product with x over its root mean square, rounded once."""
+    with torch.autocast(x.device.type, enabled=False):
+        full = x.float() if x.dtype is not torch.float64 else x
+        scale = torch.rsqrt(full.square().mean(-1, keepdim=True) + eps)
+        return (F.linear(full, bypass.to(full.dtype)) * scale).to(x.dtype)
+
+
 def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """In the dtype of x."""
     return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))

@@ -6,6 +6,10 @@ tile, and decides for its part of the (rows, groups). Tall tiles read w1 seldom;
 that the second walk over the tile finds it in L2. Where programs cannot wait for each other (Triton's interpreter runs
 one after the other; a GPU with very few multiprocessors), the two halves are two launches. A few rows, which fill no
 tile, have a kernel of their own (few_rows.py).
+
+    x --+--> w1 x, x^2, A x of a tile --> hidden, squares, byways --wait--+--> normalised x of the tile
+        |                                                                 +--> decisions on some rows and groups
+        +--> the tile again, out of L2, for the normalised x              +--> A x / rms of some rows, what is reduced
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -23,7 +27,7 @@ from wide_kernels.counters import counters
 from wide_kernels.dispatch import multiprocessors, on_device_of
 from wide_kernels.meeting import meet
 from wide_kernels.norm_route import few_rows
-from wide_kernels.norm_route.configs import chunk_config, row_config
+from wide_kernels.norm_route.configs import chunk_config, row_config, row_words
 from wide_kernels.norm_route.heads import differences
 from wide_kernels.norm_route.reference import TAP_EPS
 from wide_kernels.tuning.tiles import padded_rows
@@ -73,6 +77,31 @@ def bottleneck(
 
 
 @triton.jit
+def reduce(
+    byways,
+    squares,
+    reduced,
+    row,
+    rows,
+    eps,
+    D: tl.constexpr,
+    RB: tl.constexpr,
+    RBP: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Store what the bypass reads of some rows: its product with them, over their root mean square."""
+    by = tl.arange(0, RBP)
+    inside = row < rows
+    total = tl.zeros((row.shape[0], RBP), tl.float32)
+    for c in tl.range(0, CHUNKS, loop_unroll_factor=8):
+        part = byways + (c * rows + row)[:, None] * RBP + by[None, :]
+        total += tl.load(part, mask=inside[:, None], other=0.0, cache_modifier=".cg")
+    total *= tl.rsqrt(sum_of_chunks(squares, row, inside, rows, CHUNKS) / D + eps)[:, None]
+    target = reduced + row[:, None] * RB + by[None, :]
+    tl.store(target, total.to(reduced.dtype.element_ty), mask=inside[:, None] & (by < RB)[None, :])
+
+
+@triton.jit
 def decide(whole, weight, bias, decided, row, first, rows, N_G: tl.constexpr, BG: tl.constexpr):
     """Store z >= 0 for some rows and BG groups."""
     z = tl.dot(whole, weight, input_precision="ieee") + bias[None, :]
@@ -89,10 +118,13 @@ def chunk_kernel(
     b1,
     w2,
     b2,
+    bypass,
     squares,
     hidden,
+    byways,
     out,
     decided,
+    reduced,
     counter,
     rows,
     eps,
@@ -104,6 +136,8 @@ def chunk_kernel(
     PARTS: tl.constexpr,
     HALVES: tl.constexpr,
     RP: tl.constexpr,
+    RB: tl.constexpr,
+    RBP: tl.constexpr,
     BM: tl.constexpr,
     BD: tl.constexpr,
     BK: tl.constexpr,
@@ -111,7 +145,10 @@ def chunk_kernel(
     BG: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One chunk of D of BM rows. HALVES: "first", "second", or "both" with a wait between them."""
+    """One chunk of D of BM rows. HALVES: "first", "second", or "both" with a wait between them.
+
+    RB: the bypass' rank, 0 = there is none.
+    """
     CHUNKS: tl.constexpr = (D + BD - 1) // BD
     chunk = tl.program_id(0)
     first_row = tl.program_id(1).to(tl.int64) * BM
@@ -124,7 +161,9 @@ def chunk_kernel(
         gdc_launch_dependents()
     if HALVES != "second":
         rank = tl.arange(0, RP)
+        by = tl.arange(0, RBP)
         acc = tl.zeros((BM, RP), tl.float32)
+        around = tl.zeros((BM, RBP), tl.float32)
         square = tl.zeros((BM, BK), tl.float32)
         for i in range(0, BD // BK):
             d = chunk * BD + i * BK + k
@@ -145,8 +184,14 @@ def chunk_kernel(
                     acc = tl.dot(full, low, acc, input_precision="tf32")
                 else:
                     acc = tl.dot(full, down, acc, input_precision="ieee")
+            if RB > 0:
+                known = (by < RB)[None, :] & (d < D)[:, None]
+                up = tl.load(bypass + by[None, :] * D + d[:, None], mask=known, other=0.0)
+                around = tl.dot(tile, up, around, input_precision="ieee")
         tl.store(squares + chunk * rows + row, tl.sum(square, 1), mask=inside)
         tl.store(hidden + (chunk * rows + row)[:, None] * RP + rank[None, :], acc, mask=inside[:, None])
+        if RB > 0:
+            tl.store(byways + (chunk * rows + row)[:, None] * RBP + by[None, :], around, mask=inside[:, None])
     # The decision is cut into units of 16 rows and BG groups.
     ACROSS: tl.constexpr = (N_G + BG - 1) // BG
     UNITS: tl.constexpr = (BM // 16) * ACROSS
@@ -165,6 +210,11 @@ def chunk_kernel(
             tile = tl.load(x + place, mask=known, other=0.0)
             value = ((tile.to(tl.float32) * scale).to(dtype).to(tl.float32) * gain).to(dtype)
             tl.store(out + place, value, mask=known)
+        if RB > 0:
+            # 16 rows each, by those that have the fewest decisions to make
+            for unit in range(CHUNKS - 1 - chunk, BM // 16, CHUNKS):
+                some = first_row + unit * 16 + tl.arange(0, 16)
+                reduce(byways, squares, reduced, some, rows, eps, D, RB, RBP, CHUNKS)
         for unit in range(chunk, UNITS, CHUNKS):
             column = unit % ACROSS
             some = first_row + (unit // ACROSS) * 16 + tl.arange(0, 16)
@@ -175,25 +225,39 @@ def chunk_kernel(
 
 
 def norm_and_decide(
-    x: Tensor, norm_weight: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float, tap: str, early: bool
-) -> tuple[Tensor, Tensor]:
-    """`norm_route` for a contiguous x [T, D]."""
+    x: Tensor,
+    norm_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    bypass: Tensor | None,
+    eps: float,
+    tap: str,
+    early: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`norm_route` for a contiguous x [T, D]; without a bypass `reduced` has no columns."""
     rows, size = x.shape
     rank, groups = w1.shape[-2], w2.shape[0] // 2
     out = torch.empty_like(x)
     decided = torch.empty(rows, groups, dtype=torch.uint8, device=x.device)
     mask = decided.view(torch.bool)
+    width = 0 if bypass is None else len(bypass)
+    reduced = x.new_empty(rows, width)
     if rows == 0:
-        return out, mask
-    padded = padded_rows(rank)
+        return out, mask, reduced
+    padded, padded_width = padded_rows(rank), padded_rows(width)
     # A 16-bit x is exact in tf32, and w1 in two parts of it: two products on tensor cores are as good as fp32.
     parts = w1.shape[0] if w1.dim() == 3 else 1 if x.dtype is torch.float32 else 2
+    wide = row_words(padded, width)
     with on_device_of(x):
-        few = row_config(rows, size, padded, x.dtype, x.device)
+        few = row_config(rows, size, max(padded, padded_width, wide // 2), x.dtype, x.device)
         config: dict[str, Any] = chunk_config(rows, size, x.dtype, x.device) if few is None else few
         chunks = triton.cdiv(size, config["BD"])
         together = config.pop("TOGETHER") and x.is_cuda and 1 < chunks <= multiprocessors(x.device)
-        routing = (norm_weight, w1, b1, w2, b2)
+        # Without a bypass the kernels do not follow the pointers to it and to what it reads.
+        routing = (norm_weight, w1, b1, w2, b2, x if bypass is None else bypass)
+        results = (out, decided, x if bypass is None else reduced)
         config |= {
             "D": size,
             "R": rank,
@@ -201,26 +265,27 @@ def norm_and_decide(
             "NORMALISED": tap == "normalised",
             "TAP_EPS": TAP_EPS,
             "RP": padded,
+            "RB": width,
+            "RBP": padded_width,
         }
         launches = ("both",) if together else ("first", "second")
         if few is not None:
-            config |= {"PARTS": w1.shape[0] if w1.dim() == 3 else 1, "EARLY": early}
-            config["WORDS"] = 2 * chunks * padded + 32
+            config |= {"PARTS": w1.shape[0] if w1.dim() == 3 else 1, "EARLY": early, "WIDE": wide}
+            config["WORDS"] = chunks * wide + 32
             # Each form of a row has words of its own: what one of them leaves behind means nothing to another.
-            use, size = f"norm_route {chunks} {padded}", rows * config["WORDS"]
-            words = counters(use, x.device, size) if together else torch.empty(size, dtype=torch.int32, device=x.device)
+            use, count = f"norm_route {chunks} {padded} {width}", rows * config["WORDS"]
+            words = counters(use, x.device, count) if together else x.new_empty(count, dtype=torch.int32)
             for halves in launches:
-                few_rows.row_kernel[(chunks, rows)](
-                    x, *routing, words, out, decided, rows, eps, HALVES=halves, **config
-                )
-            return out, mask
+                few_rows.row_kernel[(chunks, rows)](x, *routing, words, *results, rows, eps, HALVES=halves, **config)
+            return out, mask, reduced
         config["PARTS"] = parts
         tiles = triton.cdiv(rows, config["BM"])
         squares = torch.empty(chunks, rows, dtype=torch.float32, device=x.device)
         hidden = torch.empty(chunks, rows, padded, dtype=torch.float32, device=x.device)
+        byways = hidden if bypass is None else hidden.new_empty(chunks, rows, padded_width)
         counter = counters("meeting", x.device, tiles) if together else squares  # not followed then
         for halves in launches:
             chunk_kernel[(chunks, tiles)](
-                x, *routing, squares, hidden, out, decided, counter, rows, eps, HALVES=halves, **config
+                x, *routing, squares, hidden, byways, *results, counter, rows, eps, HALVES=halves, **config
             )
-    return out, mask
+    return out, mask, reduced

@@ -54,6 +54,15 @@ Sparsity = Annotated[
     str | None, typer.Option("--sparsity", help="Shares skipped by random masks: 0,0.5.", rich_help_panel=_GRID)
 ]
 GroupSize = Annotated[str | None, typer.Option("--G", help="FFN channels in a group: 64,128.", rich_help_panel=_GRID)]
+Compensation = Annotated[
+    str | None,
+    typer.Option(
+        "--compensation",
+        help="Ranks of what random weights add for skipped groups: none,0,32 (0 = means alone).",
+        rich_help_panel=_GRID,
+        show_default=False,
+    ),
+]
 MasksOption = Annotated[
     str | None,
     typer.Option(
@@ -82,6 +91,7 @@ def profile(
     gen: Gen = None,
     sparsity: Sparsity = None,
     group_size: GroupSize = None,
+    compensation: Compensation = None,
     masks: MasksOption = None,
     text: Text = "pydoc-topics",
     dtype: Dtype = None,
@@ -117,6 +127,7 @@ def profile(
             gen=gen,
             sparsity=sparsity,
             group_size=group_size,
+            compensation=compensation,
             ttft=ttft,
             tpot=tpot,
             memory=memory,

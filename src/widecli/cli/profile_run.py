@@ -177,6 +177,8 @@ def _figures(point: dict[str, Any]) -> dict[str, Any]:
     """What a metrics line says of a point."""
     phase = point["phase"]
     figures = {f"{phase} {key}": point[key] for key in ("batch", "prompt", "sparsity", "group_size")}
+    compensation = point["compensation"]
+    figures[f"{phase} compensation_rank"] = None if compensation is None else compensation["rank"]
     figures |= {f"{phase} {side}": point[side]["p50_ms"] for side in ("dense", "routed")}
     return figures | {f"{phase} speedup": point["speedup"]}
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from widecli.cli.console import console, note
 from widecli.profiling.trace import PARTS
+from widecli.report.sweeps import compensation_of
 from widecli.report.tables import Column, Table, Value, terminal
 
 _FLAT = 1e-3  # share of a step below which a part is not shown
@@ -18,6 +19,7 @@ def print_points(points: Sequence[Mapping[str, Any]], model: str, masks: str) ->
     for point in points:
         row: dict[str, Value] = {key: point[key] for key in ("batch", "prompt", "sparsity", "group_size", "speedup")}
         row["phase"] = point["phase"].upper()
+        row["compensation"] = _compensation(point) if any(map(compensation_of, points)) else None
         for side in ("dense", "routed"):
             figures = point[side]
             row |= {side: figures["p50_ms"], f"{side} reached": figures["bound_reached"]}
@@ -34,6 +36,7 @@ def print_points(points: Sequence[Mapping[str, Any]], model: str, masks: str) ->
         Column("prompt", "prompt", "count"),
         Column("sparsity", "S, %", "percent"),
         Column("group_size", "G", "count"),
+        Column("compensation", "compen-\nsation"),
     ]
     for side in ("dense", "routed"):
         columns += [
@@ -67,7 +70,7 @@ def print_breakdown(points: Sequence[Mapping[str, Any]]) -> None:
             note("no breakdown: the profiler may not read this device")
             continue
         steps = [dense["breakdown_ms"], *(point["routed"]["breakdown_ms"] for point in members)]
-        heads = ["dense", *(f"S {100 * point['sparsity']:.3g} %\nG {point['group_size']}" for point in members)]
+        heads = ["dense", *map(_head, members)]
         rows: list[dict[str, Value]] = []
         for part in (part for part in PARTS if any(step.get(part, 0.0) > _FLAT * sum(step.values()) for step in steps)):
             times = {str(i): _milliseconds(step.get(part)) for i, step in enumerate(steps)}
@@ -88,7 +91,25 @@ def print_saturation(most: Sequence[Mapping[str, Any]]) -> None:
             for side in ("dense", "routed")
         )
         what = "prefill" if entry["phase"] == "ttft" else "decode"
-        note(f"{what}, prompt {entry['prompt']}, {rate}, G {entry['group_size']}: {sides}, {entry['speedup']:.2f}x")
+        groups = f"G {entry['group_size']}" + (f", {made}" if (made := compensation_of(entry)) else "")
+        note(f"{what}, prompt {entry['prompt']}, {rate}, {groups}: {sides}, {entry['speedup']:.2f}x")
+
+
+def _compensation(point: Mapping[str, Any]) -> str:
+    """For a narrow column: with a rank there are means too, unless it says not."""
+    made = point.get("compensation")
+    if not made:
+        return "none"
+    if not made["rank"]:
+        return "means"
+    return f"rank {made['rank']}" + ("" if made["mean"] else " alone")
+
+
+def _head(point: Mapping[str, Any]) -> str:
+    """A variant above its column."""
+    compensation = compensation_of(point)
+    lines = [f"S {100 * point['sparsity']:.3g} %", f"G {point['group_size']}"]
+    return "\n".join([*lines, *([compensation] if compensation else [])])
 
 
 def _milliseconds(value: float | None) -> str | None:

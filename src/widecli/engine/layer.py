@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import wide_kernels as wk
+from widecli.engine.compensation import StandIn
 from widecli.engine.dense_rows import adds_one_row, one_row, project_row, takes_one_row
 from widecli.engine.fused import activate_gate, normalise, project_and_store
 from widecli.engine.ranges import within
-from widecli.engine.routing import Decision, Route
+from widecli.engine.routing import Decision, Reduction, Route
 from widecli.engine.steps import Step
 from widecli.engine.weights import LayerWeights, Linear, ModelWeights, Norm
+from widecli.model.plan import PartName
+
+_NOTHING: Mapping[PartName, StandIn] = MappingProxyType({})
 
 DENSE_QUERIES = range(8, 1024)
 """Rows of which nearly every group of queries is run by some, too few to skip the rest in tiles.
@@ -42,7 +49,7 @@ class Layer:
     """Runs one layer. `attention` and `ffn` are its decisions, None = that part is dense.
 
     `shared`: the attention's decision serves the FFN too (layer mode). `always`: groups that keys and values make
-    behind those of the queries.
+    behind those of the queries. `stand_ins`: by part, what is added for the groups that a row skips.
     """
 
     def __init__(
@@ -53,6 +60,7 @@ class Layer:
         ffn: Decision | None = None,
         shared: bool = False,
         library: bool = False,
+        stand_ins: Mapping[PartName, StandIn] = _NOTHING,
     ) -> None:
         self.index = index
         self.weights: LayerWeights = model.layers[index]
@@ -62,6 +70,9 @@ class Layer:
         self.ffn = ffn
         self.shared = shared
         self._library = library
+        self.stand_ins = stand_ins
+        around = stand_ins["ffn"].bypass if shared and "ffn" in stand_ins else None
+        self._reduction = None if around is None else Reduction(self.weights.ffn_norm, around)
         shape = model.shape
         self._heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
         width = shape.num_attention_heads * shape.head_dim
@@ -80,7 +91,7 @@ class Layer:
 
     def _attend(self, x: Tensor, step: Step) -> tuple[Tensor, Route | None]:
         heads, _, size = self._heads
-        normalised, route = self._decide(x, step, self.attention, self.weights.attention_norm)
+        normalised, route = self._decide(x, step, "attention", self.attention, self.weights.attention_norm)
         if self._at_once(x):
             with within("qkv"):
                 mask = step.cache.nothing if route is None else route.mask
@@ -92,8 +103,7 @@ class Layer:
             q = q.view(step.batch, step.tokens, heads, size)
             o = step.attend(self.index, q, self.scale, route).reshape(len(x), heads * size)
         with within("o"):
-            whole = route is not None and self.projects_whole(len(x))
-            return self._add(x, o, self.weights.o, None if whole else route, step), route
+            return self._add(x, o, "attention", route, step), route
 
     def _at_once(self, x: Tensor) -> bool:
         """Whether queries, keys and values take one launch together with their rotation and the cache."""
@@ -127,14 +137,13 @@ class Layer:
     def _feed_forward(self, x: Tensor, step: Step, attention_route: Route | None) -> Tensor:
         if self.shared:
             with within("norm_route"):
-                normalised, route = normalise(x, self.weights.ffn_norm), attention_route
+                normalised, route = self._follow(x, attention_route)
         else:
-            normalised, route = self._decide(x, step, self.ffn, self.weights.ffn_norm)
+            normalised, route = self._decide(x, step, "ffn", self.ffn, self.weights.ffn_norm)
         with within("gate_up"):
             hidden = self._gated_whole(normalised, step) if route is None else self._gated(normalised, route)
         with within("down"):
-            whole = route is not None and self.projects_whole(len(x))
-            return self._add(x, hidden, self.weights.down, None if whole else route, step)
+            return self._add(x, hidden, "ffn", route, step)
 
     def _by_our_own(self, x: Tensor) -> bool:
         """Whether dense products are made by the routed ones' kernels with nothing skipped, see `dense_rows`."""
@@ -150,16 +159,22 @@ class Layer:
     def _project(self, x: Tensor, linear: Linear, step: Step) -> Tensor:
         return project_row(x, linear, step.cache) if self._by_our_own(x) else F.linear(x, linear.weight, linear.bias)
 
-    def _add(self, x: Tensor, h: Tensor, linear: Linear, route: Route | None, step: Step) -> Tensor:
-        """x + linear(h), over the executed groups of h; overwrites x where the library can add in place.
+    def _add(self, x: Tensor, h: Tensor, part: PartName, route: Route | None, step: Step) -> Tensor:
+        """x + the part's last product of h, with a route over the executed groups of h and with what stands in for the
+        others; may overwrite x.
 
-        The mask of a route is older than the launch before this one, which made h.
+        The mask of a route, and what a bypass has read, are older than the launch before this one, which made h.
         """
+        linear = self.weights.o if part == "attention" else self.weights.down
         if linear.bias is not None:
             x = x.add_(linear.bias)
         if route is not None:
-            return wk.gemm_k(h, linear.weight, residual=x, early=True, **route.arguments)
-        if self._by_our_own(x):
+            stand_in = self.stand_ins[part].beside(route.reduced) if part in self.stand_ins else None
+            if not self.projects_whole(len(x)):
+                return wk.gemm_k(h, linear.weight, residual=x, stand_in=stand_in, early=True, **route.arguments)
+            if stand_in is not None:
+                x = wk.compensate(x, stand_in, early=True, **route.arguments)
+        elif self._by_our_own(x):
             return wk.gemm_k(h, linear.weight, residual=x, mask=step.cache.everything[:1], early=True)
         return x.addmm_(h, linear.weight.t())
 
@@ -189,10 +204,23 @@ class Layer:
             )
         return activate_gate(self._project(x, self.weights.gate_up, step), self.activation)
 
-    def _decide(self, x: Tensor, step: Step, decision: Decision | None, norm: Norm) -> tuple[Tensor, Route | None]:
+    def _decide(
+        self, x: Tensor, step: Step, part: PartName, decision: Decision | None, norm: Norm
+    ) -> tuple[Tensor, Route | None]:
         """(normalised x, the route)."""
         with within("norm_route"):
             if decision is None:
                 return normalise(x, norm), None
-            normalised, mask = decision.take(x)
-            return normalised, step.route(mask)
+            bypass = self.stand_ins[part].bypass if part in self.stand_ins else None
+            if bypass is None:
+                normalised, mask = decision.take(x)
+                return normalised, step.route(mask)
+            normalised, mask, reduced = decision.take_and_reduce(x, bypass)
+            return normalised, replace(step.route(mask), reduced=reduced)
+
+    def _follow(self, x: Tensor, route: Route | None) -> tuple[Tensor, Route | None]:
+        """(normalised x, the route) of an FFN that follows the decision of the attention before it."""
+        if self._reduction is None or route is None:
+            return normalise(x, self.weights.ffn_norm), None if route is None else replace(route, reduced=None)
+        normalised, reduced = self._reduction.take(x)
+        return normalised, replace(route, reduced=reduced)

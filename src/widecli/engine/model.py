@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from widecli.engine.cache import KVCache, check_memory
+from widecli.engine.compensation import StandIn
 from widecli.engine.layer import Layer
 from widecli.engine.routing import Decision, Masks
 from widecli.engine.session import Session
@@ -18,7 +20,8 @@ from widecli.engine.weights import ModelWeights, take_weights
 from widecli.errors import UsageError
 from widecli.model import checkpoint
 from widecli.model.backbone import Backbone, load_backbone
-from widecli.model.plan import ModelShape, PartName, RoutingPlan
+from widecli.model.compensation import Compensation, each_compensation
+from widecli.model.plan import PARTS, ModelShape, PartName, RoutingPlan
 from widecli.model.router import Router
 
 
@@ -64,7 +67,7 @@ class InferenceModel:
             return cls.from_dense(backbone)
         if adapter is not None:
             adapter.merge()
-        return cls.from_routed(backbone, config.plan, routed.routers)
+        return cls.from_routed(backbone, config.plan, routed.routers, compensations=routed.compensations)
 
     @classmethod
     def from_dense(cls, model: Backbone | nn.Module | ModelWeights, *, library: bool = False) -> InferenceModel:
@@ -83,11 +86,22 @@ class InferenceModel:
         plan: RoutingPlan,
         routers: nn.ModuleDict,
         masks: Masks | None = None,
+        compensations: nn.ModuleDict | None = None,
     ) -> InferenceModel:
-        """A model with routers laid out as in a `RoutedModel`; `masks` decide in their place, but they still run."""
+        """A model with routers laid out as in a `RoutedModel`; `masks` decide in their place, but they still run.
+
+        `compensations`, laid out as there, are what the plan adds for skipped groups; they are cast to the model's
+        dtype. Raises UsageError where the plan asks for what is not handed in.
+        """
         weights = _weights_of(model)
         plan.validate(weights.shape)
-        layers, decisions = _routed_layers(weights, plan, routers.to(weights.device), masks)
+        if plan.compensation is not None and not compensations:
+            raise UsageError(
+                f"this plan compensates for skipped groups ({plan.compensation.described}), and there is nothing to "
+                "do it with: hand in the compensations too"
+            )
+        compensating = each_compensation(compensations) if plan.compensation and compensations else {}
+        layers, decisions = _routed_layers(weights, plan, routers.to(weights.device), masks, compensating)
         counter = SkipCounter(plan, weights.shape, decisions) if decisions else None
         return cls(weights, layers, plan, counter, model if isinstance(model, Backbone) else None)
 
@@ -150,7 +164,11 @@ def _weights_of(model: Backbone | nn.Module | ModelWeights) -> ModelWeights:
 
 
 def _routed_layers(
-    weights: ModelWeights, plan: RoutingPlan, routers: nn.ModuleDict, masks: Masks | None
+    weights: ModelWeights,
+    plan: RoutingPlan,
+    routers: nn.ModuleDict,
+    masks: Masks | None,
+    compensations: Mapping[tuple[int, PartName], Compensation],
 ) -> tuple[tuple[Layer, ...], dict[tuple[int, PartName], tuple[int, int]]]:
     """Every layer with its decisions, and where each decision's groups stand in the sums of a step."""
     layers: list[Layer] = []
@@ -171,5 +189,11 @@ def _routed_layers(
             taken += 1
             groups += made[name].groups
         attention = made.get("shared", made.get("attention"))
-        layers.append(Layer(index, weights, attention, made.get("ffn"), layer.shared))
+        norms = {"attention": weights.layers[index].attention_norm, "ffn": weights.layers[index].ffn_norm}
+        stand_ins = {
+            part: StandIn.of(compensations[index, part], norms[part], weights.device)
+            for part in PARTS
+            if layer.groups(part) and (index, part) in compensations
+        }
+        layers.append(Layer(index, weights, attention, made.get("ffn"), layer.shared, stand_ins=stand_ins))
     return tuple(layers), decisions

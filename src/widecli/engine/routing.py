@@ -17,10 +17,14 @@ from widecli.model.router import Router
 
 @dataclass(frozen=True)
 class Route:
-    """One decision as the operators take it: sorted into a layout (prefill) or as a bare mask [rows, N] (decode)."""
+    """One decision as the operators take it: sorted into a layout (prefill) or as a bare mask [rows, N] (decode).
+
+    `reduced` [rows, r]: what the bypass around the part's skipped groups has read of them, where there is one.
+    """
 
     mask: Tensor
     layout: RouteLayout | None = None
+    reduced: Tensor | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -99,6 +103,37 @@ class Decision:
         if self.masks is not None:
             mask = self.masks.take(self.index, mask)
         return normalised, mask
+
+    def take_and_reduce(self, x: Tensor, bypass: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, and what a bypass [r, D] (with the norm's weight in it) reads: [rows, r]."""
+        normalised, mask, reduced = wk.norm_route(
+            x, self._norm.weight, *self._first, *self._second, self._norm.eps, tap=self._tap, bypass=bypass, early=True
+        )
+        if self.masks is not None:
+            mask = self.masks.take(self.index, mask)
+        return normalised, mask, reduced
+
+
+class Reduction:
+    """A norm and a bypass where no decision is taken: the FFN's in layer mode, which follows the attention's.
+
+    It is `norm_route` with a router of one group whose word nobody asks for, so that it takes the norm's launch alone.
+    """
+
+    def __init__(self, norm: Norm, bypass: Tensor) -> None:
+        self._norm = norm
+        self._bypass = bypass
+        w1 = torch.zeros(1, len(norm.weight), device=bypass.device)
+        w1 = wk.in_pieces(w1, bypass.dtype) if bypass.element_size() == 2 else w1
+        self._first = (w1, w1.new_zeros(1, dtype=torch.float32))
+        self._second = (w1.new_zeros(2, 1, dtype=torch.float32), w1.new_zeros(2, dtype=torch.float32))
+
+    def take(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [rows, D] -> (normalised x, what the bypass reads [rows, r])."""
+        normalised, _, reduced = wk.norm_route(
+            x, self._norm.weight, *self._first, *self._second, self._norm.eps, bypass=self._bypass, early=True
+        )
+        return normalised, reduced
 
 
 def _first_weight(router: Router, norm: Norm) -> Tensor:

@@ -1,9 +1,9 @@
 """The time below which no implementation can go: each part limited by its FLOPs or by its bytes, whichever is slower.
 
-Counted are the matrix products, attention and the routers, with weights, KV cache and activations moved once. Norms,
-rotation and activation functions are left out: ideal kernels do them on the way. Weights of a group are read when at
-least one row executes it; rows are taken as independent, so with learned decisions and many rows the bytes are an
-estimate.
+Counted are the matrix products, attention, the routers and what is added for skipped groups, with weights, KV cache and
+activations moved once. Norms, rotation and activation functions are left out: ideal kernels do them on the way. Weights
+of a group are read when at least one row executes it, its mean when one skips it; rows are taken as independent, so
+with learned decisions and many rows the bytes are an estimate.
 """
 
 from __future__ import annotations
@@ -72,6 +72,9 @@ class Work:
 
     flops: float
     bytes: float
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.bytes + other.bytes)
 
     def seconds(self, peaks: Peaks) -> float:
         """The slower of the two."""
@@ -159,7 +162,25 @@ def _layer(step: Pass, skipped: Skipped | None, index: int) -> dict[str, Work]:
         weights = sum(skipped.plan.rank * (hidden + 2 * n) for n in counts)
         # router weights are fp32; a pass over the residual for each decision is the norm's, which is not counted
         work["norm_route"] = Work(2.0 * rows * weights, 4.0 * weights)
+        _compensate(work, step, skipped, index)
     return work
+
+
+def _compensate(work: dict[str, Work], step: Pass, skipped: Skipped, index: int) -> None:
+    """Add the means of skipped groups, which the output projections read, and the bypass, half of which comes with the
+    norm; both are of the model's dtype.
+    """
+    compensation = skipped.plan.compensation
+    if compensation is None:
+        return
+    hidden, rank, rows = step.shape.hidden_size, compensation.rank, step.rows
+    for part, rates in (("o", skipped.attention[index]), ("down", skipped.ffn[index])):
+        if not rates:
+            continue
+        groups = len(rates) if compensation.mean else 0
+        added, read = groups * fmean(rates), groups * fmean(1 - (1 - rate) ** rows for rate in rates)
+        work[part] += Work(2.0 * rows * hidden * (added + rank), step.itemsize * hidden * (read + rank))
+        work["norm_route"] += Work(2.0 * rows * hidden * rank, step.itemsize * hidden * rank)
 
 
 def _lm_head(step: Pass) -> Work:

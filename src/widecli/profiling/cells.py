@@ -14,8 +14,8 @@ from typing import Any
 from widecli.errors import UsageError
 from widecli.storage import write_json
 
-SCHEMA = "wide.profile_cells/3"
-"""1 had no `missing` and no `logged`, 2 no `peaks`."""
+SCHEMA = "wide.profile_cells/4"
+"""1 had no `missing` and no `logged`, 2 no `peaks`, 3 no `compensation` in its points."""
 _NAME = "cells.json"
 _SIDES = ("dense", "routed")
 
@@ -110,7 +110,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def all_there(points: object) -> bool:
     """Whether these are points of a profile, none of which lacks what is shown of it."""
-    keys = {"phase", "sparsity", "group_size", "masks", "mode", "skip_rate", "speedup", "dense", "routed"}
+    keys = {"phase", "sparsity", "group_size", "compensation", "masks", "mode", "skip_rate", "speedup", *_SIDES}
     return _are_of_cells(points, keys) and all("p50_ms" in point[side] for point in points for side in _SIDES)  # type: ignore[attr-defined]
 
 

@@ -6,8 +6,9 @@ Variants that differ in the share of random masks alone run on one session: the 
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -29,8 +30,9 @@ from widecli.profiling.subject import Outline, Settings, Subject, Variant
 from widecli.profiling.trace import breakdown, fixed_share, range_times
 
 Point = dict[str, Any]
-POINTS_SCHEMA = "wide.points/3"
-"""Form of a summary's points. 1 had no `hugging_face` (their figures, or null) and `mode`; 2 had `patterns`."""
+POINTS_SCHEMA = "wide.points/4"
+"""Form of a summary's points. 1 had no `hugging_face` (their figures, or null) and `mode`; 2 had `patterns`; 3 had no
+`compensation` (null, or its `mean` and `rank`)."""
 
 _PROFILED_STEPS = 3
 _COARSE = 0.01  # of all groups: a share skipped that misses the one asked for by more is told
@@ -345,6 +347,7 @@ class Cell:
             "group_size": variant.plan.ffn_group_size,
             "masks": self._settings.masks,
             "mode": variant.plan.mode,
+            "compensation": asdict(variant.plan.compensation) if variant.plan.compensation else None,
             "skip_rate": {"attention": seen.attention, "ffn": seen.ffn, "mean": seen.mean} if seen else None,
             "recorded": self._is_recorded(phase),
             "dense": dense,
@@ -382,12 +385,13 @@ def _fill(session: Session) -> None:
 
 def saturation(points: Sequence[Point]) -> list[dict[str, Any]]:
     """The most tokens a second over all batch sizes, and at which batch, for each phase, prompt and variant."""
-    keys = ("phase", "prompt", "group_size", "masks", "mode")
-    groups: dict[tuple[Any, ...], list[Point]] = {}
+    keys = ("phase", "prompt", "group_size", "masks", "mode", "compensation")
+    groups: dict[str, list[Point]] = {}
     for point in points:
         # a learned rate differs a little with the batch: one variant all the same
         rate = point["sparsity"] if point["masks"] == "random" else None
-        groups.setdefault((*(point[key] for key in keys), rate), []).append(point)
+        setting = {key: point[key] for key in keys} | {"sparsity": rate}
+        groups.setdefault(json.dumps(setting), []).append(point)
     found = []
     for group, members in groups.items():
         best = {}
@@ -395,5 +399,5 @@ def saturation(points: Sequence[Point]) -> list[dict[str, Any]]:
             top = max(members, key=lambda point: float(point[side]["tokens_per_second"]))
             best[side] = {"tokens_per_second": top[side]["tokens_per_second"], "batch": top["batch"]}
         ratio = best["routed"]["tokens_per_second"] / best["dense"]["tokens_per_second"]
-        found.append({**dict(zip((*keys, "sparsity"), group, strict=True)), **best, "speedup": ratio})
+        found.append({**json.loads(group), **best, "speedup": ratio})
     return found

@@ -1,4 +1,7 @@
-"""Memory before it is allocated: weights, routers, cache and activations of a cell, and the largest batch that fits."""
+"""Memory before it is allocated: weights, routers, cache and activations of a cell, and the largest batch that fits.
+
+What is added for skipped groups counts with the routers.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from wide_kernels.tuning.tiles import TILE
 from widecli.engine.cache import cache_bytes, free_bytes
 from widecli.engine.session import PREFILL_CHUNK_TOKENS
 from widecli.errors import UsageError
@@ -53,6 +57,16 @@ def routers_bytes(shape: ModelShape, plan: RoutingPlan) -> int:
     return 4 * total
 
 
+def compensations_bytes(shape: ModelShape, plan: RoutingPlan, dtype: torch.dtype) -> int:
+    """Bytes of what a plan adds for skipped groups, packed as the engine has it."""
+    if plan.compensation is None:
+        return 0
+    rank = plan.compensation.rank
+    counts = [n for layer in plan.layers(shape) for n in (layer.attention_groups, layer.ffn_groups) if n]
+    columns = sum(-(-(n + rank) // TILE) * TILE + rank for n in counts)
+    return columns * shape.hidden_size * dtype.itemsize
+
+
 def activation_bytes(shape: ModelShape, rows: int, batch: int, dtype: torch.dtype) -> int:
     """Of the widest moment of a layer, and the logits: residual, normalised, gate and up, their product."""
     widest = 2 * shape.hidden_size + 3 * shape.intermediate_size
@@ -74,7 +88,7 @@ def memory_model(
     rows = min(batch * prompt, max(batch, PREFILL_CHUNK_TOKENS)) if prefills else batch
     return MemoryModel(
         weights=weights_bytes(shape, dtype, tied),
-        routers=routers_bytes(shape, plan) if plan else 0,
+        routers=routers_bytes(shape, plan) + compensations_bytes(shape, plan, dtype) if plan else 0,
         cache=cache_bytes(shape, batch, capacity, dtype),
         activations=activation_bytes(shape, rows, batch, dtype),
     )
@@ -98,7 +112,10 @@ class Demand:
             self.shape, None, batch, prompt, capacity, self.dtype, tied=self.tied, prefills=self.prefills
         )
         sides = 1 + len(self.plans)
-        routers = 0 if self.loaded else sum(routers_bytes(self.shape, plan) for plan in self.plans)
+        routers = sum(
+            routers_bytes(self.shape, plan) + compensations_bytes(self.shape, plan, self.dtype) for plan in self.plans
+        )
+        routers = 0 if self.loaded else routers
         caches = base.cache * (1 if self.shared_cache else sides)
         # every recorded graph keeps its activations
         return (0 if self.loaded else base.weights) + routers + caches + base.activations * sides

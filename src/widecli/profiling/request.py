@@ -41,6 +41,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 _THROUGHPUT_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _SPARSITY = 0.5
 _GROUP_SIZE = 64
+_COMPENSATION = 32  # rank beside means: what a recipe has by default
 
 T = TypeVar("T", int, float)
 
@@ -60,6 +61,7 @@ class Flags:
     gen: int | None = None
     sparsity: str | None = None
     group_size: str | None = None
+    compensation: str | None = None
     ttft: bool = False
     tpot: bool = False
     memory: bool = False
@@ -141,13 +143,12 @@ class Request:
 
     def load(self, words: str) -> Subject:
         """Load or draw the weights. Raises UsageError for what only the model itself can tell."""
-        sizes = None if self.settings.masks == "learned" else self.settings.group_sizes
         if self.checkpoint is not None:
-            outline, model = load_checkpoint(self.checkpoint, self.flags.dtype, sizes)
+            outline, model = load_checkpoint(self.checkpoint, self.flags.dtype, self.settings)
             subject = subject_of_checkpoint(outline, model, self.settings, words)
         elif self.flags.model is not None:
             dtype = self.flags.dtype or "auto"
-            outline, model = load_dense(self.flags.model, dtype, self.settings.group_sizes)
+            outline, model = load_dense(self.flags.model, dtype, self.settings)
             assert model.backbone is not None
             subject = with_random_masks(outline, model.weights, self.settings, model.backbone.model)
         else:
@@ -215,17 +216,18 @@ def read(flags: Flags) -> Request:
     plan = checkpoint.read_config(target).plan if target else None
     sizes = _list("--G", flags.group_size, int, lambda g: g >= 1, "channels, 1 or more")
     sizes = sizes or (plan.ffn_group_size if plan else _GROUP_SIZE,)
+    added = _compensations(flags)
     config = None
     if flags.shape is not None:
-        outline, config = outline_of_shape(flags.shape, flags.dtype or "auto", device, sizes)
+        outline, config = outline_of_shape(flags.shape, flags.dtype or "auto", device, sizes, added)
     else:
         section = ModelSection(name=flags.model or "") if target is None else checkpoint.section_of(target)
         shape = load_shape(section)
-        plans = (plan,) if plan and masks == "learned" else random_plans(shape, sizes, plan)
+        plans = (plan,) if plan and masks == "learned" else random_plans(shape, sizes, plan, added)
         name = checkpoint.read_config(target).backbone.id if target else section.name
         dtype = resolve_dtype(flags.dtype or section.dtype, device)
         outline = Outline(name, shape, dtype, False, None, device, plans)
-    settings = _settings(flags, masks, sizes, outline)
+    settings = _settings(flags, masks, sizes, added, outline)
     _refuse_too_long(outline, settings)
     by_memory = settings.throughput and flags.batch is None
     if by_memory:
@@ -258,12 +260,37 @@ def _masks(flags: Flags) -> Masks:
         raise UsageError(f"--masks is learned or random, got {masks!r}")
     if flags.checkpoint is None:
         raise UsageError(f"{flags.shape or flags.model} has no routers: name a checkpoint, or --masks random")
-    if flags.sparsity is not None or flags.group_size is not None:
-        raise UsageError("a checkpoint decides its own sparsity and groups; --sparsity and --G need --masks random")
+    if any(given is not None for given in (flags.sparsity, flags.group_size, flags.compensation)):
+        raise UsageError(
+            "a checkpoint decides its own sparsity and groups; --sparsity, --G and --compensation need --masks random"
+        )
     return "learned"
 
 
-def _settings(flags: Flags, masks: Masks, sizes: tuple[int, ...], outline: Outline) -> Settings:
+def _compensations(flags: Flags) -> tuple[int | None, ...]:
+    """Ranks of what random weights add for skipped groups, None = nothing; empty = what a checkpoint adds."""
+    wanted = "none or ranks, 0 or more"
+    ranks = _list("--compensation", flags.compensation, _rank, lambda rank: True, wanted)
+    if not ranks:
+        return () if flags.checkpoint is not None else (_COMPENSATION,)
+    return tuple(None if rank == _WITHOUT else rank for rank in ranks)
+
+
+_WITHOUT = -1
+
+
+def _rank(text: str) -> int:
+    if text == "none":
+        return _WITHOUT
+    rank = int(text)
+    if rank < 0:
+        raise ValueError
+    return rank
+
+
+def _settings(
+    flags: Flags, masks: Masks, sizes: tuple[int, ...], compensations: tuple[int | None, ...], outline: Outline
+) -> Settings:
     on_gpu = outline.device.type == "cuda"
     phases: tuple[Phase, ...] = ("ttft", "tpot")
     if flags.ttft != flags.tpot:
@@ -291,6 +318,7 @@ def _settings(flags: Flags, masks: Masks, sizes: tuple[int, ...], outline: Outli
         throughput=flags.throughput,
         compare_hf=flags.compare_hf,
         dense=cast(Dense, flags.dense),
+        compensations=() if masks == "learned" else compensations,
         seconds=flags.seconds,
     )
 

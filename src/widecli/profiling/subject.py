@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from widecli.engine.model import InferenceModel
 from widecli.engine.routing import RandomMasks
@@ -16,7 +16,8 @@ from widecli.engine.weights import ModelWeights, take_weights
 from widecli.errors import UsageError
 from widecli.model import checkpoint
 from widecli.model.backbone import load_backbone, resolve_dtype
-from widecli.model.plan import ModelShape, RoutingPlan
+from widecli.model.compensation import build_compensations
+from widecli.model.plan import CompensationPlan, ModelShape, RoutingPlan
 from widecli.model.routed import build_routers
 from widecli.profiling.bound import Phase
 from widecli.profiling.shapes import config_of_shape, random_model
@@ -25,6 +26,7 @@ from widecli.recipe.schema import ModelSection
 Masks = Literal["learned", "random"]
 Dense = Literal["own", "library"]  # by whom a dense model multiplies one row
 _RANK = 32
+_SMALL = 0.02
 _CHARACTERS_A_TOKEN = 20  # a token is rarely longer
 
 
@@ -45,6 +47,7 @@ class Settings:
     throughput: bool = False
     compare_hf: bool = False
     dense: Dense = "own"
+    compensations: tuple[int | None, ...] = ()  # ranks, None = without; empty = the checkpoint's own
     seconds: float = 5.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -83,7 +86,8 @@ class Variant:
     def label(self) -> str:
         """For people."""
         rate = "learned" if self.sparsity is None else f"S {100 * self.sparsity:.4g} %"
-        return f"{rate}, G {self.plan.ffn_group_size}"
+        compensation = f", {self.plan.compensation.described}" if self.plan.compensation else ""
+        return f"{rate}, G {self.plan.ffn_group_size}{compensation}"
 
 
 @dataclass(frozen=True)
@@ -104,16 +108,36 @@ class Subject:
         return self.text.repeat(-(-batch * tokens // len(self.text)))[: batch * tokens].view(batch, tokens)
 
 
-def random_plans(shape: ModelShape, group_sizes: tuple[int, ...], like: RoutingPlan | None) -> tuple[RoutingPlan, ...]:
-    """A plan for each group size, otherwise like a checkpoint's. Raises UsageError for a size that does not fit."""
+def random_plans(
+    shape: ModelShape,
+    group_sizes: tuple[int, ...],
+    like: RoutingPlan | None,
+    compensations: tuple[int | None, ...] = (),
+) -> tuple[RoutingPlan, ...]:
+    """A plan for each group size and compensation, otherwise like a checkpoint's.
+
+    `compensations` are ranks beside means, None = nothing is added; without any it is the checkpoint's own. Raises
+    UsageError for a size that does not fit.
+    """
     base = like or RoutingPlan(shape.query_heads_per_kv_head, group_sizes[0], _RANK)
-    plans = tuple(dataclasses.replace(base, ffn_group_size=size) for size in group_sizes)
+    made = tuple(None if rank is None else CompensationPlan(rank=rank) for rank in compensations)
+    plans = tuple(
+        dataclasses.replace(base, ffn_group_size=size, compensation=compensation)
+        for size in group_sizes
+        for compensation in made or (base.compensation,)
+    )
     for plan in plans:
         plan.validate(shape)
     return plans
 
 
-def outline_of_shape(name: str, dtype: str, device: torch.device, group_sizes: tuple[int, ...]) -> tuple[Outline, Any]:
+def outline_of_shape(
+    name: str,
+    dtype: str,
+    device: torch.device,
+    group_sizes: tuple[int, ...],
+    compensations: tuple[int | None, ...],
+) -> tuple[Outline, Any]:
     """A known shape and its config; makes nothing."""
     config = config_of_shape(name)
     shape = ModelShape.from_config(config)
@@ -124,7 +148,7 @@ def outline_of_shape(name: str, dtype: str, device: torch.device, group_sizes: t
         bool(config.tie_word_embeddings),
         int(config.max_position_embeddings),
         device,
-        random_plans(shape, group_sizes, None),
+        random_plans(shape, group_sizes, None, compensations),
     )
     return outline, config
 
@@ -135,22 +159,24 @@ def subject_of_shape(outline: Outline, config: Any, settings: Settings) -> Subje
     return with_random_masks(outline, take_weights(model), settings, model)
 
 
-def load_dense(name: str, dtype: str, group_sizes: tuple[int, ...]) -> tuple[Outline, InferenceModel]:
+def load_dense(name: str, dtype: str, settings: Settings) -> tuple[Outline, InferenceModel]:
     """A dense model, to be measured with random masks."""
     model = InferenceModel.from_dense(load_backbone(ModelSection.model_validate({"name": name, "dtype": dtype})))
-    return _outline_of(name, model, random_plans(model.shape, group_sizes, None)), model
+    return _outline_of(name, model, _plans_of(settings, model.shape, None)), model
 
 
-def load_checkpoint(
-    directory: Path, dtype: str | None, group_sizes: tuple[int, ...] | None
-) -> tuple[Outline, InferenceModel]:
-    """A checkpoint; `group_sizes` where random masks replace its decisions."""
+def load_checkpoint(directory: Path, dtype: str | None, settings: Settings) -> tuple[Outline, InferenceModel]:
+    """A checkpoint, with its own plan or, where random masks replace its decisions, with those of the grid."""
     checkpoint.refuse_incomplete(directory)
     model = InferenceModel.from_checkpoint(directory, dtype=dtype)
     if model.plan is None or model.counter is None:
         raise UsageError(f"{directory} routes nothing: its plan leaves every part of every layer dense")
-    plans = (model.plan,) if group_sizes is None else random_plans(model.shape, group_sizes, model.plan)
+    plans = (model.plan,) if settings.masks == "learned" else _plans_of(settings, model.shape, model.plan)
     return _outline_of(checkpoint.read_config(directory).backbone.id, model, plans), model
+
+
+def _plans_of(settings: Settings, shape: ModelShape, like: RoutingPlan | None) -> tuple[RoutingPlan, ...]:
+    return random_plans(shape, settings.group_sizes, like, settings.compensations)
 
 
 def subject_of_checkpoint(outline: Outline, model: InferenceModel, settings: Settings, words: str) -> Subject:
@@ -176,10 +202,20 @@ def with_random_masks(outline: Outline, weights: ModelWeights, settings: Setting
     for plan in outline.plans:
         masks = RandomMasks(settings.sparsities[0])
         routers = build_routers(plan, outline.shape)
-        model = InferenceModel.from_routed(weights, plan, routers, masks)
+        compensations = _random_compensations(plan, outline.shape)
+        model = InferenceModel.from_routed(weights, plan, routers, masks, compensations)
         variants += [Variant(sparsity, plan, model, masks) for sparsity in settings.sparsities]
     dense = InferenceModel.from_dense(weights, library=settings.dense == "library")
     return Subject(outline, dense, tuple(variants), None, hugging_face)
+
+
+def _random_compensations(plan: RoutingPlan, shape: ModelShape) -> nn.ModuleDict:
+    """What has learned nothing and is small: its values do not matter, but zeros would cost less power."""
+    made = build_compensations(plan, shape)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in made.parameters():
+        parameter.data.normal_(std=_SMALL, generator=generator)
+    return made
 
 
 def _outline_of(name: str, model: InferenceModel, plans: tuple[RoutingPlan, ...]) -> Outline:

@@ -328,6 +328,8 @@ def _speed_lines(measured: Sequence[ThroughputPoint], axis: str, others: Sequenc
                 name += f", {point.masks} masks"
             if point.patterns is not None:
                 name += f", {point.patterns:g} patterns"
+            if point.compensation is not None:
+                name += f", {point.compensation}"
             if point.library:
                 name += ", dense by the library"
             groups.setdefault(name, []).append(point)

@@ -77,7 +77,8 @@ class ThroughputPoint:
     """One setting that a profile run measured; times in milliseconds (medians), `speedup` = dense / routed.
 
     `transformers_ms`: the same dense model through Hugging Face, where it was compared. `library`: the dense model's
-    products of one row were the library's, not the own kernels'. `machine`: device and dtype.
+    products of one row were the library's, not the own kernels'. `compensation`: what is added for skipped groups.
+    `machine`: device and dtype.
     """
 
     model: str
@@ -95,6 +96,7 @@ class ThroughputPoint:
     transformers_ms: float | None = None
     mode: str | None = None
     patterns: float | None = None
+    compensation: str | None = None
     library: bool = False
     machine: str = ""
 
@@ -104,8 +106,9 @@ class ThroughputPoint:
         sparsity = "" if self.sparsity is None else f", S {100 * self.sparsity:.4g} %"
         setting = f"batch {self.shown('batch')}, prompt {self.shown('prompt')}{sparsity}"
         patterns = "" if self.patterns is None else f", {self.patterns:g} patterns"
+        compensation = "" if self.compensation is None else f", {self.compensation}"
         baseline = ", dense by the library" if self.library else ""
-        return f"{self.phase.upper()}, {setting}{patterns}, {self.masks} masks{baseline}"
+        return f"{self.phase.upper()}, {setting}{patterns}, {self.masks} masks{compensation}{baseline}"
 
     @property
     def times(self) -> str:
@@ -132,7 +135,8 @@ def share_curves(measured: Iterable[ThroughputPoint]) -> list[tuple[ThroughputPo
     for point in measured:
         if point.sparsity is not None:
             sizes = (point.phase, point.batch, point.prompt, point.gen if point.phase == "tpot" else None)
-            curves[*sizes, point.masks, point.mode, point.group_size, point.patterns, point.run][point.sparsity] = point
+            made = (point.masks, point.mode, point.group_size, point.patterns, point.compensation)
+            curves[*sizes, *made, point.run][point.sparsity] = point
     found = [tuple(by_share[share] for share in sorted(by_share)) for by_share in curves.values()]
     kept = [curve for curve in found if len(curve) >= CURVE]
     return sorted(kept, key=lambda c: (c[0].phase == "tpot", c[0].batch or 0, c[0].prompt or 0, c[0].group_size or 0))
@@ -154,7 +158,16 @@ def throughput(runs: Iterable[StoredRun], models: Mapping[str, str]) -> list[Thr
 
 def _order(point: ThroughputPoint) -> tuple[str | float, ...]:
     sizes = (point.prompt, point.batch, point.patterns, point.sparsity, point.group_size)
-    return (point.model, point.phase, *(size or 0.0 for size in sizes))
+    return (point.model, point.phase, *(size or 0.0 for size in sizes), point.compensation or "")
+
+
+def compensation_of(point: Mapping[str, Any]) -> str | None:
+    """What a profile's point adds for skipped groups, in words; None for nothing, as in all records of old."""
+    made = point.get("compensation")
+    if not isinstance(made, Mapping):
+        return None
+    parts = ["means"] if made.get("mean") else []
+    return " and ".join([*parts, *([f"rank {made['rank']}"] if made.get("rank") else [])])
 
 
 def by_library(summary: Mapping[str, Any]) -> bool:
@@ -191,6 +204,7 @@ def _throughput_point(
         transformers_ms=median("hugging_face"),
         mode=point.get("mode"),
         patterns=number(point.get("patterns")),
+        compensation=compensation_of(point),
         library=library,
         machine=machine,
     )

@@ -1,0 +1,1 @@
+"""What stands in for skipped groups, added to the residual stream."""
