@@ -88,7 +88,7 @@ def test_the_table_says_how_channels_are_grouped_what_skipping_leaves_and_who_te
     assert "objective" not in plain and "of compensation" not in plain
     mean = words(wide("calibrate", tiny_recipe, "compensation.rank=0", "--dry-run"))
     assert "a skipped group leaves its mean budget" in mean
-    parts = words(wide("calibrate", tiny_recipe, "--mode", "token", "--dry-run"))
+    parts = words(wide("calibrate", tiny_recipe, "--mode", "token", "~compensation.rank", "--dry-run"))
     assert "FFN channels" not in parts and "leaves nothing" in parts
     taught = words(wide("lora", tiny_recipe, "lora.objective=distill", "--dry-run"))
     assert "as the calibration regrouped them" in taught and "objective 100% the KL divergence" in taught
