@@ -219,8 +219,7 @@ def write_pages() -> None:
     """
     with chdir(HERE.parent):  # paths in the page are as seen from there
         sweep, whole = (
-            build([f"reports/{name}" for name in names])
-            for names in ((SWEEP,), (SWEEP, PATTERNS, "profile", SCALING))
+            build([f"reports/{name}" for name in names]) for names in ((SWEEP,), (SWEEP, PATTERNS, "profile", SCALING))
         )
     (HERE / SWEEP / "README.md").write_text(markdown_page(sweep))
     (HERE / "page" / "index.html").write_text(html_page(whole))

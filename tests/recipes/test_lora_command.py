@@ -124,7 +124,9 @@ def test_peft_alone_loads_the_adapter_of_a_checkpoint(adapted: Outcome, model_fo
     assert torch.equal(found, tensors[f"{name}.weight"]) and bool(found.any())
 
 
-def test_peft_alone_computes_what_the_regrouped_model_does_with_the_adapter(adapted: Outcome, model_folder: Path) -> None:
+def test_peft_alone_computes_what_the_regrouped_model_does_with_the_adapter(
+    adapted: Outcome, model_folder: Path
+) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
