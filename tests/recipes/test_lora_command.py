@@ -196,7 +196,7 @@ def test_a_run_is_not_resumed_on_other_routers(wide: Wide, adapted: Outcome, mon
     [
         (["calibrated", "--G-does-not-exist"], []),
         (["calibrated", "routing.ffn_group_size=32"], ["routing.ffn_group_size=16", "32"]),
-        (["calibrated", "routing.mode=layer"], ["routing.mode=wide", "layer"]),
+        (["calibrated", "routing.mode=layer"], ["routing.mode=layer", "routing.grouping must be contiguous"]),
         (["adapted"], ["been through this stage", "calibrated/checkpoints/step-000008"]),
         (["nowhere"], ["nowhere is neither a checkpoint"]),
         (["calibrated", "lora.rank=0"], ["lora.rank", "above 0"]),

@@ -81,8 +81,8 @@ def groups_table(found: Statistics) -> Table:
             Column(f"{part} recovered", f"{name}\ngiven back, %", "percent"),
         ]
     caption = (
-        "moved: channels in another group than as stored; pairs kept: of channels stored in one group, those that still "
-        "share one. runs, skips: norm of what the groups that run add and of what the others would have added, root "
+        "moved: channels in another group than as stored; pairs kept: of channels stored in one group, what still "
+        "shares one. runs, skips: norm of what the groups that run add and of what the others would have added, root "
         "mean square over tokens; means, bypass: of what stands in for the latter. given back: of the energy that "
         "skipping takes."
     )
