@@ -20,6 +20,7 @@ from render_kernels import table
 
 from widecli.report import plots
 from widecli.report.find import find_runs
+from widecli.report.flops import gross_and_net
 from widecli.report.report import Report, build, html_page, markdown_page
 from widecli.report.scaling import scaling_points
 from widecli.report.scaling_view import scaling_table
@@ -29,6 +30,7 @@ HERE = Path(__file__).parent
 PLAIN, ARTICLES, PATTERNS = "smollm2-h200", "smollm2-h200-articles", "smollm2-h200-patterns"
 SWEEP, SCALING, OUTVOTED = "smollm2-h200-sweep", "scaling", "smollm2-h200-outvoted"
 KERNELS = ("h200", "h200_decode")  # of the README's table, later ones last
+GROSS = "prunable FLOPs skipped, gross, %"
 HEAD = """# Measured results
 
 Written by `reports/render.py` from the records in this folder; no figure is typed by hand. Each row names its runs:
@@ -50,7 +52,8 @@ PLAIN_HEAD = """## SmolLM2-135M on one H200: what is kept
 G = 64, one head group = 3 query heads, rank 32, 32 x 1024 tokens a step, perplexity windows of 2048. The text is public
 (web pages, Stack Exchange, arXiv, Wikipedia, textbooks, speeches, books: 8.0M tokens) and holds nothing of WikiText-2.
 `s50` is the best of three candidates by its training loss (the others: `s50-scaled`, `s50-scaled-6e-3`); its record
-calls it `runs/calibrate-s50-bare`. Folder: `smollm2-h200`.
+calls it `runs/calibrate-s50-bare`. Folder: `smollm2-h200`. FLOPs skipped are gross in the tables of this page: what
+routers themselves cost is not subtracted. These records have no other figure; those of later versions have both.
 """
 ARTICLES_HEAD = """## The same, repeated, and with WikiText-2's own training articles in the text
 
@@ -96,7 +99,7 @@ def quality(evals: dict[str, dict[str, Any]], runs: dict[str, dict[str, Any]]) -
                 str(found["steps"] or ""),
                 percent(skip.get("attention")),
                 percent(skip.get("ffn")),
-                percent(flops.get("prunable")),
+                percent(gross_and_net(flops)[0]),
                 figure(found["perplexity"].get("wikitext2/token_ppl")),
                 figure(found["perplexity"].get("wikitext2@60/token_ppl")),
                 percent(found["average"]),
@@ -104,7 +107,7 @@ def quality(evals: dict[str, dict[str, Any]], runs: dict[str, dict[str, Any]]) -
                 "all" if limit is None else str(limit),
             ]
         )
-    head = ["run", "mode", "S, %", "steps", "attention skipped, %", "FFN skipped, %", "prunable FLOPs skipped, %"]
+    head = ["run", "mode", "S, %", "steps", "attention skipped, %", "FFN skipped, %", GROSS]
     head += ["WikiText-2", "first 60 windows", "seven tasks, %", "kept, %", "items a task"]
     return table(head, rows)
 
@@ -187,7 +190,7 @@ def short(records: str, names: tuple[str, ...], text: str) -> list[list[str]]:
                 f"`{name}`",
                 percent(skip.get("attention")),
                 percent(skip.get("ffn")),
-                percent(flops.get("prunable")),
+                percent(gross_and_net(flops)[0]),
                 figure(found["perplexity"]["wikitext2/token_ppl"]),
                 f"{percent(found['average'])} ({'all' if limit is None else limit})",
                 percent(found["retention"]),

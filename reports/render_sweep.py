@@ -13,6 +13,7 @@ from render_kernels import table
 from widecli.model.backbone import resolve_dtype
 from widecli.recipe.load import load_text
 from widecli.report.find import find_runs
+from widecli.report.flops import gross_and_net
 from widecli.report.scaling import TENTH, ScalingPoint, on_one_card, scaling_points
 from widecli.train.scaling import LAYOUTS, estimated
 
@@ -29,7 +30,8 @@ def _kept(found: Summary) -> str:
 def _figures(found: Summary | None) -> list[str]:
     if found is None:
         return [""] * 3
-    skipped = f"{100 * found['flops_skipped']['prunable']:.1f}"
+    gross, _ = gross_and_net(found["flops_skipped"])
+    skipped = "" if gross is None else f"{100 * gross:.1f}"
     return [skipped, f"{found['perplexity']['wikitext2/token_ppl']:.2f}", _kept(found)]
 
 

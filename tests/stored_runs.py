@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from widecli.evaluate.protocol import PAPER_TASKS
 from widecli.ranks import Ranks
+from widecli.recipe.dialect import dump_yaml
 from widecli.recipe.load import dump, recipe_hash, resolve
 from widecli.recipe.retired import PATTERN_KEYS
 from widecli.track.summary import completed
@@ -22,6 +25,10 @@ PLAN = {
     "tap": "residual",
     "overrides": {},
 }
+
+
+AS_BEFORE = ("routing.grouping=contiguous", "compensation.mean=false", "compensation.rank=0")
+"""What a recipe without these keys says."""
 
 
 def write_run(folder: Path, command: str, name: str, recipe: str, values: dict[str, Any]) -> Path:
@@ -41,21 +48,43 @@ def backbone(model: str) -> dict[str, Any]:
 
 
 def settings(
-    sparsity: float, group_size: int, mode: str, seed: int, changes: tuple[str, ...] = (), patterns: int | None = None
+    sparsity: float,
+    group_size: int,
+    mode: str,
+    seed: int,
+    changes: tuple[str, ...] = (),
+    patterns: int | None = None,
+    old: bool = False,
 ) -> dict[str, Any]:
-    """The parts of a summary and the recipe that one configuration has; patterns as versions until 0.1 stored them."""
+    """The parts of a summary and the recipe that one configuration has; patterns as versions until 0.1 stored them.
+
+    `old`: as stored before channels were regrouped and skipped groups compensated.
+    """
+    old = old or patterns is not None
     runs = "wide" if mode == "patterns" else mode
     keys = [f"routing.ffn_group_size={group_size}", f"routing.mode={runs}", f"budget.sparsity={sparsity}"]
-    recipe = resolve(None, [*keys, f"train.seed={seed}", *changes]).recipe
+    recipe = resolve(None, [*keys, f"train.seed={seed}", *(AS_BEFORE if old else ()), *changes]).recipe
+    text = without_later_keys(dump(recipe)) if old else dump(recipe)
+    plan = {**PLAN, "ffn_group_size": group_size, "mode": mode}
+    if patterns:
+        plan["patterns"] = {"count": patterns, "segments": 1, "parts": "ffn"}
+    if recipe.routing.grouping == "clustered":
+        plan["grouping"] = "clustered"
+    if recipe.compensation.mean or recipe.compensation.rank:
+        plan["compensation"] = {"mean": recipe.compensation.mean, "rank": recipe.compensation.rank}
     return {
-        "recipe": dump(recipe)
-        if mode == runs
-        else with_pattern_keys(dump(recipe).replace("mode: wide", f"mode: {mode}")),
+        "recipe": text if mode == runs else with_pattern_keys(text.replace("mode: wide", f"mode: {mode}")),
         "hash": recipe_hash(recipe),
-        "plan": {**PLAN, "ffn_group_size": group_size, "mode": mode}
-        | ({"patterns": {"count": patterns, "segments": 1, "parts": "ffn"}} if patterns else {}),
+        "plan": plan,
         "steps": recipe.train.steps,
     }
+
+
+def without_later_keys(recipe: str) -> str:
+    """The text of a stored recipe as it was before there were grouping, compensation and a share of distillation."""
+    tree = yaml.safe_load(recipe)
+    del tree["routing"]["grouping"], tree["compensation"], tree["train"]["distill"]
+    return dump_yaml(tree)
 
 
 def with_pattern_keys(recipe: str) -> str:
@@ -64,10 +93,12 @@ def with_pattern_keys(recipe: str) -> str:
     return recipe.replace("  layers:", f"{''.join(lines)}  layers:", 1)
 
 
-def skipped(sparsity: float) -> dict[str, Any]:
+def skipped(sparsity: float, old: bool = False) -> dict[str, Any]:
+    """Rates and FLOPs; old records have the gross share alone, under the name of the net one."""
+    prunable = {"prunable": 0.9 * sparsity} if old else {"prunable": 0.8 * sparsity, "prunable_gross": 0.9 * sparsity}
     return {
         "skip_rate": {"attention": sparsity + 0.1, "ffn": sparsity - 0.1, "mean": sparsity},
-        "flops_skipped": {"prunable": 0.9 * sparsity, "total": 0.7 * sparsity, "context_tokens": 2048},
+        "flops_skipped": {**prunable, "total": 0.7 * sparsity, "context_tokens": 2048},
     }
 
 
@@ -84,9 +115,10 @@ def write_calibration(
     changes: tuple[str, ...] = (),
     patterns: int | None = None,
     began_with: str = "other",
+    old: bool = False,
 ) -> Path:
-    """`began_with`: the name of the calibration that a second stage started from."""
-    made = settings(sparsity, group_size, mode, seed, changes, patterns)
+    """`began_with`: the name of the calibration that a second stage started from; `old` as for `settings`."""
+    made = settings(sparsity, group_size, mode, seed, changes, patterns, old)
     start = {"checkpoint": f"runs/calibrate-{began_with}/checkpoints/step-000300", "step": made["steps"]}
     second = {"adapter": {"rank": 16}, "objective": "lm", "routers": "trained", "origin": start}
     return write_run(
@@ -99,7 +131,7 @@ def write_calibration(
             "model": model,
             "backbone": backbone(model),
             "plan": made["plan"],
-            **skipped(sparsity),
+            **skipped(sparsity, old),
             "steps": made["steps"],
             "tokens_per_second": 1000.0,
             "checkpoint": f"runs/{command}-{name}/checkpoints/step-000300",
@@ -152,15 +184,16 @@ def write_evaluation(
     command: str = "calibrate",
     changes: tuple[str, ...] = (),
     patterns: int | None = None,
+    old: bool = False,
 ) -> Path:
     """An evaluation of the checkpoint of `<command>-<of>`, or of the dense model when `of` is None."""
-    made = settings(sparsity, group_size, mode, seed, changes, patterns)
+    made = settings(sparsity, group_size, mode, seed, changes, patterns, old)
     routed = of is not None
     beside = None
     if routed and dense is not None:
         beside = measured(dense[0], dense[1] if accuracy is not None else None)
     retention = accuracy / dense[1] if dense and accuracy is not None and routed else (None if routed else 1.0)
-    rates = skipped(sparsity)
+    rates = skipped(sparsity, old)
     return write_run(
         folder,
         "eval",
@@ -178,7 +211,7 @@ def write_evaluation(
             **measured(perplexity, accuracy),
             "retention": retention,
             "dense": beside,
-            "skip_by_text": {"wikitext2": skipped(sparsity + 0.02), "tasks": rates} if routed else None,
+            "skip_by_text": {"wikitext2": skipped(sparsity + 0.02, old), "tasks": rates} if routed else None,
             "protocol": protocol(limit, accuracy is not None),
         },
     )
@@ -188,7 +221,7 @@ def write_pair(folder: Path, name: str, *, perplexity: float, accuracy: float | 
     """A calibration and its evaluation."""
     shared = {
         k: options[k]
-        for k in ("sparsity", "group_size", "mode", "seed", "model", "changes", "patterns")
+        for k in ("sparsity", "group_size", "mode", "seed", "model", "changes", "patterns", "old")
         if k in options
     }
     write_calibration(folder, name, **shared)

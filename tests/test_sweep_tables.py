@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from widecli.report.report import build, markdown_page
+
 
 @pytest.fixture
 def renderer(repository: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -55,6 +57,25 @@ def test_second_stages_of_whole_parts_and_other_modes_stay_out_of_the_columns_of
     assert "| 50 | 50.0 | 21.50 | 90.0 (all) | 50.0 | 23.00 | 90.0 (400) | 24.00 | 90.0 (400) |" in text
     assert "| WikiText-2 | 21.50 | 22.00 |" in text
     assert "Dense: 11.00." in text and "25.00" not in text and "26.00" not in text
+
+
+def test_a_record_with_net_and_gross_shares_is_shown_gross_like_those_before(
+    renderer: ModuleType, tmp_path: Path
+) -> None:
+    evaluated(tmp_path, "dense", 0.0, 11.0, plan=None)
+    evaluated(tmp_path, "old", 0.5, 21.0)
+    evaluated(tmp_path, "new", 0.25, 22.0, flops_skipped={"prunable": 0.2, "prunable_gross": 0.24})
+    text = renderer.sweep(tmp_path)
+    assert "| 25 | 24.0 | 22.00 |" in text and "| 50 | 50.0 | 21.00 |" in text
+
+
+def test_the_page_of_the_stored_sweep_is_what_wide_report_makes_of_it(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repository)  # paths in the page are as seen from there
+    page = markdown_page(build(["reports/smollm2-h200-sweep"]))
+    assert page == (repository / "reports/smollm2-h200-sweep/README.md").read_text()
+    assert "| FLOPs gross, % |" in page and "net, less" not in page
 
 
 def test_the_records_of_the_repository_are_in_its_readme(renderer: ModuleType, repository: Path) -> None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from widecli.inspection.observe import Key, binary_entropy
+from widecli.inspection.groups import Key
+from widecli.inspection.observe import binary_entropy
 from widecli.inspection.statistics import layer_correlation, part_statistics, sorted_union_density, union_density, words
 
 

@@ -45,7 +45,7 @@ def test_a_checkpoint_with_patterns_is_refused_by_every_command(
     wide: Wide, run: Any, workplace: Path, command: list[str]
 ) -> None:
     for config in (workplace / "calibrated" / "checkpoints").glob("*/wide_config.json"):
-        config.write_text(config.read_text().replace("wide.checkpoint/1", "wide.checkpoint/3"))
+        config.write_text(config.read_text().replace("wide.checkpoint/4", "wide.checkpoint/3"))
         recipe = config.with_name("recipe.yaml")
         recipe.write_text(recipe.read_text().replace("mode: wide", "mode: patterns"))
     name, *options = command

@@ -42,7 +42,7 @@ def test_json_prints_exactly_one_document_with_the_documented_keys(wide: Wide, t
     assert document["schema"] == "wide.summary/1" and document["command"] == "calibrate"
     assert document["steps"] == 8
     assert set(document["skip_rate"]) == {"attention", "ffn", "mean"}
-    assert set(document["flops_skipped"]) == {"prunable", "total", "context_tokens"}
+    assert set(document["flops_skipped"]) == {"prunable", "prunable_gross", "total", "context_tokens"}
     assert 0 < document["skip_rate"]["mean"] < 1
     run = Path(document["run_dir"])
     assert json.loads((run / "summary.json").read_text()) == document

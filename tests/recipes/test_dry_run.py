@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from whole_commands import Wide
+from whole_commands import PLAIN, Outcome, Wide
 
 from widecli.recipe.files import shipped_recipes
 
@@ -52,16 +52,46 @@ def test_every_shipped_recipe_can_be_dry_run_offline_and_touches_nothing(wide: W
     assert list(sealed.iterdir()) == []
 
 
-def test_the_dry_run_counts_router_parameters_as_they_are(wide: Wide, tiny_recipe: Path, workplace: Path) -> None:
+def test_the_dry_run_counts_router_and_compensation_parameters_as_they_are(
+    wide: Wide, tiny_recipe: Path, workplace: Path
+) -> None:
     from tiny_models import tiny_model
-    from widecli.model.plan import RoutingPlan
+    from widecli.model.plan import CompensationPlan, RoutingPlan
     from widecli.model.routed import RoutedModel
 
     estimate = wide("calibrate", tiny_recipe, "--dry-run", "--json").document["estimate"]
-    routed = RoutedModel.attach(tiny_model(), RoutingPlan(2, 16, rank=4))
-    assert estimate["router_parameters"] == sum(p.numel() for p in routed.parameters())
+    routed = RoutedModel.attach(tiny_model(), RoutingPlan(2, 16, rank=4, compensation=CompensationPlan(True, 4)))
+    assert estimate["router_parameters"] == sum(p.numel() for p in routed.routers.parameters())
+    assert estimate["compensation_parameters"] == sum(p.numel() for p in routed.compensations.parameters())
     assert estimate["groups_per_token"] == routed.total_groups
+    without = wide("calibrate", tiny_recipe, *PLAIN, "--dry-run", "--json").document["estimate"]
+    assert without["compensation_parameters"] == 0 and without["flops"] < estimate["flops"]
     assert not (workplace / "runs").exists()
+
+
+def words(done: Outcome) -> str:
+    """The table's text in one line."""
+    return " ".join(done.err.replace("│", " ").split())
+
+
+def test_the_table_says_how_channels_are_grouped_what_skipping_leaves_and_who_teaches(
+    wide: Wide, tiny_recipe: Path
+) -> None:
+    made = words(wide("calibrate", tiny_recipe, "train.distill=0.3", "--dry-run"))
+    assert "FFN channels regrouped: those that tokens need together share a group; found before the first step" in made
+    assert "a skipped group leaves its mean and a bypass of rank 4 " in made
+    assert "objective 30% the KL divergence from the dense model, which runs beside it, the LM loss 70%" in made
+    assert "router parameters, 1,408 of compensation" in made
+    plain = words(wide("calibrate", tiny_recipe, *PLAIN, "--dry-run"))
+    assert "FFN channels grouped as they are stored" in plain
+    assert "a skipped group leaves nothing: it is not compensated" in plain
+    assert "objective" not in plain and "of compensation" not in plain
+    mean = words(wide("calibrate", tiny_recipe, "compensation.rank=0", "--dry-run"))
+    assert "a skipped group leaves its mean budget" in mean
+    parts = words(wide("calibrate", tiny_recipe, "--mode", "token", "~compensation.rank", "--dry-run"))
+    assert "FFN channels" not in parts and "leaves nothing" in parts
+    taught = words(wide("lora", tiny_recipe, "lora.objective=distill", "--dry-run"))
+    assert "as the calibration regrouped them" in taught and "objective 100% the KL divergence" in taught
 
 
 def test_the_dry_run_counts_adapter_parameters_as_published(wide: Wide) -> None:
@@ -73,7 +103,8 @@ def test_the_dry_run_counts_adapter_parameters_as_published(wide: Wide) -> None:
         for change in ("lora.freeze_routers=true", "lora.objective=distill")
     )
     assert frozen["trainable_bytes"] == 16 * 41_943_040 < document["estimate"]["trainable_bytes"]
-    assert taught["flops"] == pytest.approx(document["estimate"]["flops"] * 4 / 3)
+    # the teacher's pass has no routers and no compensation
+    assert taught["flops"] == pytest.approx(document["estimate"]["flops"] * 4 / 3, rel=0.01)
 
 
 def test_without_a_checkpoint_only_a_recipe_can_be_dry_run(wide: Wide, workplace: Path) -> None:

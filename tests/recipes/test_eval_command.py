@@ -42,7 +42,7 @@ def test_json_prints_exactly_one_document_with_the_documented_keys(wide: Wide, r
     assert document.keys() >= KEYS
     assert document["schema"] == "wide.summary/1" and document["command"] == "eval"
     assert set(document["skip_rate"]) == {"attention", "ffn", "mean"}
-    assert set(document["flops_skipped"]) == {"prunable", "total", "context_tokens"}
+    assert set(document["flops_skipped"]) == {"prunable", "prunable_gross", "total", "context_tokens"}
     assert set(document["perplexity"]) == {"held-out/token_ppl"} == set(document["dense"]["perplexity"])
     assert document["steps"] == 8 and document["plan"] == run.document["plan"]
     assert document["tasks"] == {} and document["average"] is None and document["retention"] is None

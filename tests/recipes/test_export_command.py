@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from whole_commands import Outcome, Wide
+from whole_commands import PLAIN, Outcome, Wide
 
 from tiny_models import random_ids
 from widecli.model import checkpoint
@@ -18,6 +18,8 @@ from widecli.recipe.schema import ModelSection
 
 FILES = {
     "README.md",
+    "channels.safetensors",
+    "compensation.safetensors",
     "config.json",
     "generation_config.json",
     "model.safetensors",
@@ -54,6 +56,65 @@ def test_merged_logits_equal_the_unmerged_ones_and_embeddings_stay_tied(
     assert written.keys() == bare.keys()
     changed = {name for name in bare if not torch.equal(bare[name], written[name])}
     assert changed == {name for name in bare if name.endswith("_proj.weight")}
+
+
+def test_a_merged_model_lies_in_the_regrouped_order_computes_what_its_base_does_and_is_not_moved_again(
+    wide: Wide, adapted: Outcome, model_folder: Path
+) -> None:
+    assert wide("export", "calibrated", "--merge", "--out", "whole").code == 0
+    order = load_file("whole/channels.safetensors")["order"].long()
+    assert torch.equal(order, load_file("calibrated/checkpoints/step-000008/channels.safetensors")["order"].long())
+    assert not torch.equal(order[0], torch.arange(64)), "nothing was regrouped, so this says nothing"
+    bare, written = load_file(model_folder / "model.safetensors"), load_file("whole/model.safetensors")
+    assert bare.keys() == written.keys()
+    for name, tensor in bare.items():
+        for layer in (0, 1):
+            if f"layers.{layer}.mlp." in name:
+                tensor = tensor[:, order[layer]] if "down_proj" in name else tensor[order[layer]]
+        assert torch.equal(written[name], tensor), name
+
+    def dense(name: Path | str) -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = load_backbone(ModelSection(name=str(name))).model(random_ids(2, 24)).logits
+        return logits
+
+    torch.testing.assert_close(dense("whole"), dense(model_folder), rtol=1e-5, atol=1e-5)  # fp32, another order
+    backbone = load_backbone(ModelSection(name="whole"))
+    routed, _ = checkpoint.attach(Path("whole"), backbone)
+    assert torch.equal(backbone.model.model.layers[0].mlp.up_proj.weight, written["model.layers.0.mlp.up_proj.weight"])
+    routed.detach()
+    routed, _ = checkpoint.attach(Path("whole"), backbone)  # nor by attaching twice
+    assert torch.equal(backbone.model.model.layers[0].mlp.up_proj.weight, written["model.layers.0.mlp.up_proj.weight"])
+    for command in (("eval", "whole"), ("generate", "whole", "--prompt", "the old", "--max-new-tokens", 3)):
+        assert wide(*command).code == 0
+
+
+def test_cards_say_what_is_regrouped_what_stands_in_and_that_transformers_alone_runs_dense(
+    wide: Wide, adapted: Outcome, tiny_recipe: Path
+) -> None:
+    assert wide("export", "adapted", "--merge", "--out", "merged").code == 0
+    assert wide("export", "adapted", "--out", "copy").code == 0
+    merged, copy = (Path(name, "README.md").read_text() for name in ("merged", "copy"))
+    for card in (merged, copy):
+        assert "`compensation.safetensors`" in card and "`channels.safetensors`" in card
+        assert "| FFN channels | regrouped: those that tokens need together share a group |" in card
+        assert "| a skipped group leaves | its mean and a bypass of rank 4 |" in card
+        assert "prunable FLOPs skipped, gross | net |" in card
+    assert "FFN channels are regrouped" in merged and "Loaded by transformers alone the model runs dense" in merged
+    assert "PEFT loads it onto that model as it is" in copy
+    assert wide("calibrate", tiny_recipe, *PLAIN, "--steps", 1, "--run-dir", "plain").code == 0
+    assert wide("export", "plain", "--merge", "--out", "e").code == 0
+    card = Path("e/README.md").read_text()
+    assert "regrouped" not in card and "skipped group" not in card and "safetensors" in card
+    assert not Path("e/channels.safetensors").exists() and not Path("e/compensation.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["channels.safetensors", "compensation.safetensors"])
+def test_a_checkpoint_that_lacks_a_routing_file_is_not_exported(wide: Wide, adapted: Outcome, name: str) -> None:
+    Path("adapted/checkpoints/step-000008", name).unlink()
+    for how in ([], ["--merge"]):
+        wide("export", "adapted", "--out", "e", *how).refused_with(f"lacks its {name}")
+    assert not Path("e").exists()
 
 
 def test_eval_works_from_a_merged_folder_alone(wide: Wide, adapted: Outcome, workplace: Path) -> None:
@@ -103,6 +164,8 @@ def test_without_merge_the_small_files_are_copied_and_still_evaluate(wide: Wide,
     names = {p.relative_to("small").as_posix() for p in Path("small").rglob("*") if p.is_file()}
     assert names == {
         "README.md",
+        "channels.safetensors",
+        "compensation.safetensors",
         "recipe.yaml",
         "router.safetensors",
         "wide_config.json",
@@ -117,7 +180,8 @@ def test_without_merge_the_small_files_are_copied_and_still_evaluate(wide: Wide,
 def test_a_calibration_exports_with_the_dense_weights(wide: Wide, adapted: Outcome) -> None:
     done = wide("export", "calibrated", "--merge", "--out", "whole", "--json")
     assert done.code == 0, done.err
-    assert "no adapter to merge" in done.err and done.document["check"] is None
+    assert "no adapter to merge" in done.err and "its FFN channels regrouped" in done.err
+    assert done.document["check"] is None
     before = json.loads(Path("eval-calibrated/summary.json").read_text())
     measured = wide("eval", "whole", "--model", "nowhere-to-be-found", "--json")
     assert measured.code == 0, measured.err  # it needs no other model

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from whole_commands import Wide, invoke, write_recipe
+from whole_commands import PLAIN, Wide, invoke, write_recipe
 
 from widecli.report import plots
 
@@ -44,11 +44,27 @@ def test_a_checkpoint_is_described_in_a_run_of_its_own(wide: Wide, runs: Path, h
     assert len(document["token_shares"]["attention"][0]) == len(document["first_tokens"])
     assert "inspect.html" in document["files"] and all((path / name).is_file() for name in document["files"])
     assert any(name.endswith(".png") for name in document["files"]) == plots.available()
-    for word in ("skipped by layer", "union", "tokens that run most", "inspect.html"):
+    assert len(document["grouping"]) == 2 and 0 < document["grouping"][0]["moved"] <= 1
+    for layer in document["compensation"]:
+        for left in layer.values():
+            stands_in = left["mean"] > 0 and left["bypass"] > 0 and left["recovered"] <= 1
+            assert stands_in or left["skipped"] == 0
+    assert any(left["skipped"] > 0 for layer in document["compensation"] for left in layer.values())
+    for word in ("skipped by layer", "union", "tokens that run most", "groups and what skipped ones", "inspect.html"):
         assert word in done.err
     wide("inspect", "runs/calibrate-wide", "--text", held_out, "--tokens", 200).refused_with("--overwrite")
     report = wide("report", "--format", "csv", "--json")  # an inspection is a run, and no result
     assert report.code == 0 and report.document["skipped"] == []
+
+
+def test_a_checkpoint_without_regrouping_and_compensation_is_described_too(
+    wide: Wide, tiny_recipe: Path, held_out: Path
+) -> None:
+    assert wide("calibrate", tiny_recipe, *PLAIN, "--steps", 1, "--run-dir", "runs/calibrate-plain").code == 0
+    done = wide("inspect", "runs/calibrate-plain", "--text", held_out, "--format", "html", "--json")
+    assert done.code == 0, done.err
+    assert done.document["grouping"] is None and done.document["compensation"] is None
+    assert "channels are grouped as they are stored, and skipped groups leave nothing" in done.err
 
 
 def test_one_decision_a_layer_is_described_too(wide: Wide, runs: Path, held_out: Path) -> None:

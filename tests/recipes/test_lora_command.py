@@ -13,8 +13,8 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from test_resume import steps_of, stop_after
-from whole_commands import STRONG, Outcome, Wide
+from test_resume import ROUTING, steps_of, stop_after
+from whole_commands import PLAIN, STRONG, Outcome, Wide
 
 from widecli.model import checkpoint
 
@@ -22,7 +22,7 @@ from widecli.model import checkpoint
 def stored(run: str, step: int = 8) -> dict[str, bytes]:
     """The files of a checkpoint that hold what was learned."""
     folder = Path(run, "checkpoints", f"step-{step:06d}")
-    names = ("router.safetensors", "adapter/adapter_model.safetensors", "adapter/adapter_config.json")
+    names = (*ROUTING, "adapter/adapter_model.safetensors", "adapter/adapter_config.json")
     return {name: (folder / name).read_bytes() for name in names}
 
 
@@ -30,7 +30,7 @@ def test_json_prints_the_documented_keys_and_the_adapters_facts(adapted: Outcome
     document = adapted.document
     assert document["schema"] == "wide.summary/1" and document["command"] == "lora"
     assert document["steps"] == 8 and 0 < document["skip_rate"]["mean"] < 1
-    assert set(document["flops_skipped"]) == {"prunable", "total", "context_tokens"}
+    assert set(document["flops_skipped"]) == {"prunable", "prunable_gross", "total", "context_tokens"}
     adapter = document["adapter"]
     assert (adapter["rank"], adapter["alpha"], adapter["dropout"]) == (4, 32, 0.1)
     assert adapter["targets"] == sorted(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
@@ -124,6 +124,32 @@ def test_peft_alone_loads_the_adapter_of_a_checkpoint(adapted: Outcome, model_fo
     assert torch.equal(found, tensors[f"{name}.weight"]) and bool(found.any())
 
 
+def test_peft_alone_computes_what_the_regrouped_model_does_with_the_adapter(
+    adapted: Outcome, model_folder: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from tiny_models import random_ids
+    from widecli.model.backbone import load_backbone
+    from widecli.recipe.schema import ModelSection
+
+    folder, ids = Path("adapted/checkpoints/step-000008"), random_ids(2, 24, vocabulary=200)
+    order = load_file(folder / "channels.safetensors")["order"]
+    assert not torch.equal(order[1].long(), torch.arange(64)), "nothing was regrouped, so this says nothing"
+    backbone = load_backbone(ModelSection(name=str(model_folder)))
+    routed, adapter = checkpoint.attach(folder, backbone)
+    plain = AutoModelForCausalLM.from_pretrained(model_folder)
+    with torch.no_grad():
+        bare = plain(input_ids=ids).logits
+        alone = PeftModel.from_pretrained(plain, folder / "adapter").eval()(input_ids=ids).logits
+        with routed.dense():
+            attached = backbone.model(input_ids=ids).logits
+    assert adapter is not None
+    torch.testing.assert_close(attached, alone, rtol=1e-5, atol=1e-4)  # fp32 sums in another order
+    assert (alone - bare).abs().max() > 0.1  # the adapter does something
+
+
 def test_only_the_newest_checkpoint_can_be_resumed_from_and_all_hold_the_adapter(adapted: Outcome) -> None:
     root = Path("adapted/checkpoints")
     assert [p.parent.name for p in root.rglob("optimizer.safetensors")] == ["step-000008"]
@@ -170,7 +196,7 @@ def test_a_run_is_not_resumed_on_other_routers(wide: Wide, adapted: Outcome, mon
     [
         (["calibrated", "--G-does-not-exist"], []),
         (["calibrated", "routing.ffn_group_size=32"], ["routing.ffn_group_size=16", "32"]),
-        (["calibrated", "routing.mode=layer"], ["routing.mode=wide", "layer"]),
+        (["calibrated", "routing.mode=layer"], ["routing.mode=layer", "routing.grouping must be contiguous"]),
         (["adapted"], ["been through this stage", "calibrated/checkpoints/step-000008"]),
         (["nowhere"], ["nowhere is neither a checkpoint"]),
         (["calibrated", "lora.rank=0"], ["lora.rank", "above 0"]),
@@ -206,11 +232,16 @@ def test_a_checkpoint_without_its_adapter_is_refused_not_measured_without(wide: 
     assert not Path("runs").exists(), "it is noticed before anything is measured"
 
 
-def test_a_version_that_knows_no_adapters_refuses_the_checkpoint(adapted: Outcome) -> None:
-    def schema(run: str) -> Any:
-        return json.loads(Path(run, "checkpoints/step-000008/wide_config.json").read_text())["schema"]
+def test_a_version_that_knows_no_adapters_or_no_regrouping_refuses_the_checkpoint(
+    wide: Wide, adapted: Outcome, tiny_recipe: Path
+) -> None:
+    def schema(run: str, step: int = 8) -> Any:
+        return json.loads(Path(run, f"checkpoints/step-{step:06d}/wide_config.json").read_text())["schema"]
 
-    assert (schema("calibrated"), schema("adapted")) == ("wide.checkpoint/1", "wide.checkpoint/2")
+    assert (schema("calibrated"), schema("adapted")) == ("wide.checkpoint/4", "wide.checkpoint/4")
+    assert wide("calibrate", tiny_recipe, *PLAIN, "--steps", 1, "--run-dir", "plain").code == 0
+    assert wide("lora", "plain", "--run-dir", "on-plain").code == 0
+    assert (schema("plain", 1), schema("on-plain", 1)) == ("wide.checkpoint/1", "wide.checkpoint/2")
 
 
 def test_a_dry_run_with_a_checkpoint_loads_and_writes_nothing(wide: Wide, adapted: Outcome, workplace: Path) -> None:

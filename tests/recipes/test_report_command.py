@@ -98,5 +98,5 @@ def test_it_reports_what_calibrate_and_eval_wrote(wide: Wide, tiny_recipe: Path)
     assert routed["seeds"] == [0, 1] and routed["sparsity"] == 0.4 and routed["group_size"] == 16
     assert dense["mode"] == "dense"
     (front,) = model["pareto"]
-    assert front["gain"] == "flops at held-out (window 64)" and len(front["points"]) == 2
+    assert front["gain"] == "flops net at held-out (window 64)" and len(front["points"]) == 2
     assert done.document["notes"] == []

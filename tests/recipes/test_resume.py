@@ -19,8 +19,13 @@ from widecli.model import checkpoint
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
-def routers(run: str, step: int) -> bytes:
-    return Path(run, "checkpoints", f"step-{step:06d}", "router.safetensors").read_bytes()
+ROUTING = ("router.safetensors", "compensation.safetensors", "channels.safetensors")
+"""What a regrouped and compensated checkpoint decides by."""
+
+
+def routing(run: str, step: int) -> dict[str, bytes]:
+    folder = Path(run, "checkpoints", f"step-{step:06d}")
+    return {name: (folder / name).read_bytes() for name in ROUTING}
 
 
 def steps_of(run: str) -> list[dict[str, Any]]:
@@ -73,7 +78,7 @@ def test_n_steps_then_n_more_equal_2n_steps_bit_for_bit(
     assert not Path("cut/summary.json").exists()
     resumed = wide("calibrate", tiny_recipe, "--run-dir", "cut", *extra, "--resume", "--json")
     assert resumed.code == 0, resumed.err
-    assert routers("cut", 8) == routers("whole", 8)
+    assert routing("cut", 8) == routing("whole", 8)
     assert steps_of("cut") == steps_of("whole")
     whole = json.loads(Path("whole/summary.json").read_text())
     for key in ("skip_rate", "flops_skipped", "validation", "recipe_hash"):
@@ -137,7 +142,7 @@ def test_sigterm_to_a_real_process_exits_75_and_resumes_to_the_same_bytes(
     out, err = child.communicate(timeout=240)
     assert child.returncode == 0, err
     assert json.loads(out)["steps"] == 400
-    assert routers("cut", 400) == routers("whole", 400)
+    assert routing("cut", 400) == routing("whole", 400)
 
 
 @pytest.mark.slow
@@ -159,5 +164,5 @@ def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(
     resumed = wide(*arguments, "--run-dir", "cut", "--resume")
     assert resumed.code == 0, resumed.err
     assert wide(*arguments, "--run-dir", "whole").code == 0
-    assert routers("cut", 400) == routers("whole", 400)
+    assert routing("cut", 400) == routing("whole", 400)
     assert steps_of("cut") == steps_of("whole")

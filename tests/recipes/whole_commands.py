@@ -25,6 +25,9 @@ BATCH = ("train.batch_size=6",)
 
 QUESTIONS = ("--tasks", "openbookqa", "--data-root", "data", "--offline")
 
+PLAIN = ("routing.grouping=contiguous", "compensation.mean=false", "compensation.rank=0")
+"""As the paper has it, and as stored recipes without these keys read."""
+
 STRONG = ("lora.learning_rate=0.02", "lora.rank=4")
 """A second stage of which eight steps show."""
 
@@ -76,6 +79,7 @@ def write_recipe(path: Path, model_folder: Path, text_file: Path, held_out: Path
 model: {{name: {model_folder}}}
 data: {{source: {text_file}, sequence_length: 32, validation: {held_out}}}
 routing: {{ffn_group_size: 16, rank: 4, warm_start_tokens: 256}}
+compensation: {{rank: 4}}
 budget: {{sparsity: 0.4}}
 train: {{steps: 8, batch_size: 2, save_every: 2, learning_rate: 0.01, temperature_start: 2.0}}
 eval: {{perplexity: [{held_out}], perplexity_window: 64}}

@@ -16,14 +16,15 @@ from widecli.report.load import load
 from widecli.report.pareto import fronts
 from widecli.report.points import Figure, Point, points
 from widecli.report.report import build
+from widecli.report.summaries import front_table
 from widecli.report.svg import chart_svg, legend
 
 VALUES = st.integers(0, 6).map(float)  # few values: ties happen
 
 
 def point(i: int, gain: float, quality: float, name: str) -> Point:
-    figures = {name: Figure(quality, None, (f"run{i}",)), "flops at t": Figure(gain, None, (f"run{i}",))}
-    figures["flops at tasks [all]"] = figures["flops at t"]
+    figures = {name: Figure(quality, None, (f"run{i}",)), "flops net at t": Figure(gain, None, (f"run{i}",))}
+    figures["flops net at tasks [all]"] = figures["flops net at t"]
     return Point("m", "calibrate", "wide", 0.5, 64, 300, (0,), f'{{"i": {i}}}', figures, (f"run{i}",), extra=str(i))
 
 
@@ -50,17 +51,17 @@ def test_a_point_is_dominated_exactly_when_another_is_no_worse_on_both_and_bette
 def test_the_comparisons_of_a_study(runs: Path) -> None:
     found = {(front.quality, front.gain): front for front in fronts(points(load(find_runs([runs]).runs).frame))}
     assert found.keys() == {
-        ("average [all]", "flops at tasks [all]"),
+        ("average [all]", "flops net at tasks [all]"),
         ("average [all]", "ttft b1 p1024"),
         ("average [all]", "tpot b1 p1024 g128"),
-        ("retention [all]", "flops at tasks [all]"),
+        ("retention [all]", "flops net at tasks [all]"),
         ("retention [all]", "ttft b1 p1024"),
         ("retention [all]", "tpot b1 p1024 g128"),
-        ("perplexity wikitext2", "flops at wikitext2"),
+        ("perplexity wikitext2", "flops net at wikitext2"),
         ("perplexity wikitext2", "ttft b1 p1024"),
         ("perplexity wikitext2", "tpot b1 p1024 g128"),
     }
-    front = found["perplexity wikitext2", "flops at wikitext2"]
+    front = found["perplexity wikitext2", "flops net at wikitext2"]
     assert [candidate.point.mode for candidate in front.front] == ["dense", "wide", "wide"]
     (token,) = [candidate for candidate in front.candidates if candidate.point.mode == "token"]
     assert token.dominated_by is not None and token.dominated_by.sparsity == 0.5
@@ -119,3 +120,25 @@ def test_dense_models_alone_make_no_front(runs: Path) -> None:
 @pytest.mark.parametrize("empty", [[]])
 def test_no_points_make_no_front(empty: list[Point]) -> None:
     assert fronts(empty) == []
+
+
+def test_old_records_are_compared_gross_and_new_ones_net_as_well(tmp_path: Path) -> None:
+    write_pair(tmp_path, "new", perplexity=38.0, accuracy=None)
+    write_pair(tmp_path, "other", perplexity=44.0, accuracy=None, changes=("compensation.rank=0",))
+    (front,) = fronts(points(load(find_runs([tmp_path]).runs).frame))
+    assert front.gain == "flops net at wikitext2" and len(front.candidates) == 3
+    write_pair(tmp_path, "old", perplexity=60.0, accuracy=None, old=True)
+    made = points(load(find_runs([tmp_path]).runs).frame)
+    net, gross = fronts(made)
+    assert (net.gain, gross.gain) == ("flops net at wikitext2", "flops gross at wikitext2")
+    assert {c.point.series for c in gross.candidates} - {c.point.series for c in net.candidates} == {
+        "wide, contiguous, no compensation"
+    }
+    charts = [front_chart(front) for front in (net, gross)]
+    assert [chart.x_label for chart in charts] == [
+        "prunable FLOPs skipped, net of routers and compensation, %",
+        "prunable FLOPs skipped, gross, %",
+    ]
+    assert all("FLOPs skipped, " in chart.title for chart in charts) and charts[0].name != charts[1].name
+    heads = [column.head for front in (net, gross) for column in front_table(front).columns if column.key == "gain"]
+    assert heads == ["FLOPs\nnet, %", "FLOPs\ngross, %"]

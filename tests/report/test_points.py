@@ -5,7 +5,7 @@ from statistics import mean, stdev
 
 import pytest
 
-from stored_runs import with_pattern_keys, write_calibration, write_evaluation, write_pair
+from stored_runs import AS_BEFORE, with_pattern_keys, write_calibration, write_evaluation, write_pair
 from widecli.report.find import find_runs
 from widecli.report.load import load
 from widecli.report.points import Point, best_protocol, by_model, points
@@ -112,6 +112,80 @@ def test_configurations_of_one_label_say_in_what_they_differ(tmp_path: Path) -> 
         "wide, S 50 %, G 64, 300 steps",
         "wide, S 50 %, G 64, 300 steps, warm start random, temperature start 5",
     ]
+
+
+def test_groupings_and_compensations_are_series_of_their_own_named_where_they_are_not_the_default(
+    tmp_path: Path,
+) -> None:
+    contiguous = ("routing.grouping=contiguous",)
+    write_pair(tmp_path, "new", perplexity=38.0)
+    write_pair(tmp_path, "contiguous", perplexity=46.0, changes=contiguous)
+    write_pair(tmp_path, "bare", perplexity=45.0, changes=("compensation.mean=false", "compensation.rank=0"))
+    write_pair(tmp_path, "mean", perplexity=44.0, changes=("compensation.rank=0",))
+    write_pair(tmp_path, "rank", perplexity=43.0, changes=(*contiguous, "compensation.rank=16"))
+    write_pair(tmp_path, "old", perplexity=60.0, old=True)
+    write_pair(tmp_path, "parts", perplexity=190.0, mode="token")
+    found = {point.label: point for point in made(tmp_path)}
+    end = "S 50 %, G 64, 300 steps"
+    assert set(found) == {
+        "dense",
+        f"wide, {end}",
+        f"wide, contiguous, {end}",
+        f"wide, no compensation, {end}",
+        f"wide, compensation by means, {end}",
+        f"wide, contiguous, compensation by means and rank 16, {end}",
+        f"wide, contiguous, no compensation, {end}",
+        "token, S 50 %, 300 steps",
+    }
+    assert all(point.extra == "" and label.startswith(point.series) for label, point in found.items())
+    assert (found[f"wide, {end}"].grouping, found[f"wide, {end}"].compensation) == ("clustered", "means and rank 32")
+
+
+def test_where_all_are_alike_nothing_is_said_of_it(tmp_path: Path) -> None:
+    for name, model, old in (("new", "a", False), ("old", "b", True)):
+        for seed, sparsity in enumerate((0.25, 0.5)):
+            changes = {"sparsity": sparsity, "model": model, "old": old, "perplexity": 30.0}
+            write_pair(tmp_path, f"{name}{seed}", **changes)  # type: ignore[arg-type]
+    routed = [point for point in made(tmp_path) if point.mode == "wide"]
+    assert len(routed) == 4 and {point.series for point in routed} == {"wide"}
+    assert {point.grouping for point in routed} == {"clustered", "contiguous"}
+
+
+def test_a_record_from_before_is_the_same_configuration_as_a_run_that_asks_for_that_today(tmp_path: Path) -> None:
+    write_pair(tmp_path, "old", seed=0, perplexity=60.0, old=True)
+    later = (*AS_BEFORE, "compensation.learning_rate=0.5")  # which nothing reads then
+    write_pair(tmp_path, "today", seed=1, perplexity=64.0, changes=later)
+    (point,) = [point for point in made(tmp_path) if point.mode == "wide"]
+    assert point.seeds == (0, 1) and point.figures["perplexity wikitext2"].value == 62.0
+    assert point.figures["flops gross"].runs == ("eval-old", "eval-today")
+    assert point.figures["flops net"].runs == ("eval-today",)
+
+
+def test_a_rate_of_compensation_is_no_rate_of_routers(tmp_path: Path) -> None:
+    write_pair(tmp_path, "x", perplexity=30.0)
+    write_pair(tmp_path, "y", perplexity=31.0, changes=("compensation.learning_rate=0.001", "train.distill=0.5"))
+    assert made(tmp_path)[-1].extra == "compensation learning rate 0.001, distill 0.5"
+
+
+def test_sweeps_of_groupings_are_lines_of_their_own(tmp_path: Path) -> None:
+    for size in (64, 128):
+        write_pair(tmp_path, f"new{size}", perplexity=30.0 + size, group_size=size)
+    for size in (16, 32):
+        write_pair(tmp_path, f"old{size}", perplexity=50.0 + size, group_size=size, old=True)
+    (sweep,) = sweeps(made(tmp_path))
+    assert {name: [point.group_size for point in line] for name, line in sweep.lines} == {
+        "wide, S 50 %, 300 steps": [64, 128],
+        "wide, contiguous, no compensation, S 50 %, 300 steps": [16, 32],
+    }
+
+
+def test_a_stage_on_old_routers_begins_with_them_not_with_new_ones_of_that_name(tmp_path: Path) -> None:
+    write_pair(tmp_path / "a", "x", perplexity=60.0, old=True)
+    write_pair(tmp_path / "b", "x", perplexity=38.0)
+    write_calibration(tmp_path / "c", "l", command="lora", began_with="x", old=True)
+    points_here = {point.series: point for point in made(tmp_path)}
+    adapted = points_here["wide + lora, contiguous, no compensation"]
+    assert adapted.began_with == points_here["wide, contiguous, no compensation"].configuration
 
 
 def test_how_a_run_is_measured_or_stored_makes_no_other_configuration(tmp_path: Path) -> None:

@@ -31,8 +31,9 @@ def test_an_evaluation_belongs_to_the_run_that_made_its_checkpoint(runs: Path) -
     assert found["perplexity wikitext2"] == 53.0
     assert found["average [all]"] == pytest.approx(0.45)
     assert found["retention [all]"] == pytest.approx(0.9)
-    assert found["flops at wikitext2"] == pytest.approx(0.9 * 0.52)  # of that text, not of everything
-    assert found["flops prunable"] == pytest.approx(0.45)
+    assert found["flops net at wikitext2"] == pytest.approx(0.8 * 0.52)  # of that text, not of everything
+    assert found["flops gross at wikitext2"] == pytest.approx(0.9 * 0.52)
+    assert (found["flops net"], found["flops gross"]) == (pytest.approx(0.4), pytest.approx(0.45))
 
 
 def test_a_moved_and_renamed_calibration_is_found_by_its_name_or_its_recipe(tmp_path: Path) -> None:
@@ -111,6 +112,30 @@ def test_an_unusual_window_is_part_of_a_perplexitys_name() -> None:
     assert perplexity_name("wikitext2/token_ppl", {"perplexity_window": 2048}) == "wikitext2"
     assert perplexity_name("wikitext2@60/token_ppl", {"perplexity_window": 2048}) == "wikitext2@60"
     assert perplexity_name("t/token_ppl", {"perplexity_window": 512, "perplexity_windows": 8}) == "t@8 (window 512)"
+
+
+def test_an_old_record_has_a_gross_share_of_flops_and_no_net_one(tmp_path: Path) -> None:
+    write_pair(tmp_path, "old", perplexity=60.0, old=True)
+    write_pair(tmp_path, "new", perplexity=38.0)
+    frame = read(tmp_path).frame
+    old, new = row(frame, "eval-old"), row(frame, "eval-new")
+    for where, sparsity in (("", 0.5), (" at wikitext2", 0.52), (" at tasks [all]", 0.5)):
+        assert pd.isna(old[f"flops net{where}"]) and old[f"flops gross{where}"] == pytest.approx(0.9 * sparsity)
+        assert new[f"flops net{where}"] == pytest.approx(0.8 * sparsity)
+        assert new[f"flops gross{where}"] == pytest.approx(0.9 * sparsity)
+    dense = row(frame, "eval-new", "dense")
+    assert dense["flops net at wikitext2"] == dense["flops gross at wikitext2"] == 0
+
+
+def test_an_evaluation_is_not_that_of_a_run_with_other_groups_nor_described_by_its_recipe(tmp_path: Path) -> None:
+    write_calibration(tmp_path, "x", old=True)
+    path = write_evaluation(tmp_path, "x", of="x")  # of regrouped channels, in a folder of that name elsewhere
+    assert row(read(tmp_path).frame, "eval-x")["origin"].startswith("runs/calibrate-x/checkpoints")
+    other = write_evaluation(tmp_path, "other", of="y", old=True)
+    (path / "recipe.yaml").write_text((other / "recipe.yaml").read_text())  # and with a recipe of others
+    assert row(read(tmp_path).frame, "eval-x")["sparsity"] is None or pd.isna(
+        row(read(tmp_path).frame, "eval-x")["sparsity"]
+    )
 
 
 def test_odd_values_in_a_summary_become_empty_cells(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from stored_runs import write_pair
 from widecli.report.find import find_runs
 from widecli.report.load import load
 from widecli.report.points import Figure, points
@@ -103,6 +104,43 @@ def test_a_setting_that_tells_rows_apart_outlives_one_that_all_share(repository:
     lines = [line.rstrip() for line in printed(summary_table(made), 80)]
     shown_table = [line for line in lines if line][1:]  # without its title
     assert "\n".join(["```", *shown_table, "```"]) in (repository / "README.md").read_text(encoding="utf-8")
+
+
+def test_net_and_gross_shares_never_meet_in_a_column(tmp_path: Path) -> None:
+    write_pair(tmp_path, "old", perplexity=60.0, old=True)
+    lines = markdown(summary_table(points(load(find_runs([tmp_path]).runs).frame)))
+    assert (
+        "| FLOPs skipped, % |" in lines
+        and "| 45.0 |" in lines
+        and "gross, without subtracting what routers cost" in lines
+    )
+    write_pair(tmp_path, "new", perplexity=38.0)
+    made = points(load(find_runs([tmp_path]).runs).frame)
+    text = markdown(summary_table(made))
+    assert "| FLOPs net, % | FLOPs gross, % |" in text and "FLOPs skipped, %" not in text
+    assert "less what routers and compensation cost (older records have no such figure)" in text
+    rows_here = [line for line in text.splitlines() if line.startswith("| wide")]
+    old, new = (next(line for line in rows_here if f"eval-{name}" in line) for name in ("old", "new"))
+    assert "| contiguous | none |" in old and "|  | 45.0 |" in old
+    assert "| clustered | means and rank 32 |" in new and "| 40.0 | 45.0 |" in new
+    assert [line.split(" | ")[0] for line in (old, new)] == ["| wide", "| wide"]
+    rows = list(csv.DictReader(io.StringIO(comma_separated(summary_table(made)))))
+    assert [row["flops net"] for row in rows if row["mode"] == "wide"] == ["0.4", ""]
+
+
+def test_how_channels_are_grouped_is_said_where_it_tells_rows_apart(tmp_path: Path) -> None:
+    write_pair(tmp_path, "a", perplexity=60.0)
+    write_pair(tmp_path, "b", perplexity=70.0, mode="token")
+
+    def keys() -> set[str]:
+        table = summary_table(points(load(find_runs([tmp_path]).runs).frame))
+        return {column.key for column in table.columns} & {"grouping", "compensation"}
+
+    assert keys() == set()
+    write_pair(tmp_path, "c", perplexity=65.0, changes=("compensation.rank=8",))
+    assert keys() == {"compensation"}
+    write_pair(tmp_path, "d", perplexity=65.0, changes=("routing.grouping=contiguous",))
+    assert keys() == {"grouping", "compensation"}
 
 
 def test_a_column_that_nobody_fills_is_left_out(runs: Path) -> None:

@@ -10,12 +10,21 @@ from typing import Any
 import pytest
 import torch
 
+from tiny_models import tiny_routed
 from widecli.model.backbone import load_shape
-from widecli.model.plan import RoutingPlan
+from widecli.model.plan import PARTS, CompensationPlan, RoutingPlan
 from widecli.model.shapes import SHAPES
 from widecli.recipe.load import load_text, resolve
 from widecli.recipe.schema import Recipe
-from widecli.train.estimate import USABLE, Estimate, efficiency, estimate, fitting_micro_batch, remedies
+from widecli.train.estimate import (
+    USABLE,
+    Estimate,
+    compensation_parameters,
+    efficiency,
+    estimate,
+    fitting_micro_batch,
+    remedies,
+)
 from widecli.train.scaling import LAYOUTS, estimated
 
 GIB = 2**30
@@ -97,6 +106,63 @@ def test_a_rank_takes_the_largest_micro_batch_that_fits() -> None:
         fitting_micro_batch(made, SHAPE, plan, gib * GIB, value_bytes=2, ranks=2) for gib in (20, 60, 80, 139, 1000)
     ]
     assert sizes == sorted(sizes) and sizes[0] == 1 and sizes[-1] == 8
+
+
+@pytest.mark.parametrize(
+    ("mode", "held"),
+    [
+        ("wide", CompensationPlan()),
+        ("wide", CompensationPlan(mean=True, rank=0)),
+        ("wide", CompensationPlan(mean=False, rank=5)),
+        ("token", CompensationPlan(rank=4)),
+        ("layer", CompensationPlan(rank=4)),
+        ("wide", None),
+    ],
+)
+def test_compensation_has_the_parameters_of_the_model_that_is_made(mode: str, held: CompensationPlan | None) -> None:
+    routed = tiny_routed(mode=mode, compensation=held)
+    counted = sum(p.numel() for p in routed.compensations.parameters())
+    assert compensation_parameters(routed.shape, routed.plan) == counted
+    assert (counted > 0) == (held is not None)
+    made = estimate(Recipe(), routed.shape, routed.plan, value_bytes=2)
+    assert made.compensation_parameters == counted
+    assert made.router_parameters == sum(p.numel() for p in routed.routers.parameters())
+
+
+def compensated(held: CompensationPlan | None, *changes: str, **how: Any) -> Estimate:
+    made = recipe(*changes)
+    return estimate(made, SHAPE, RoutingPlan.from_section(made.routing, SHAPE, held), value_bytes=2, **how)
+
+
+def test_compensation_takes_optimiser_copies_flops_and_activations() -> None:
+    rank, width, held = 32, SHAPE.hidden_size, CompensationPlan()
+    bare, whole = compensated(None), compensated(held)
+    plan = RoutingPlan.from_section(recipe().routing, SHAPE)
+    groups = sum(layer.groups(part) for layer in plan.layers(SHAPE) for part in PARTS)
+    parts = 2 * SHAPE.num_hidden_layers
+    parameters = (groups + 2 * rank * parts) * width
+    assert whole.trainable_bytes - bare.trainable_bytes == 4 * 4 * parameters
+    passes = 3 if recipe().train.activation_checkpointing else 2
+    assert whole.flops - bare.flops == pytest.approx(2 * parameters * passes * whole.tokens)
+    assert whole.activations_bytes > bare.activations_bytes and whole.weights_bytes == bare.weights_bytes
+    messages = [compensated(held, ranks=n).trainable_bytes for n in (1, 2)]
+    assert messages[1] == 1.5 * messages[0]
+
+
+def test_frozen_routers_freeze_compensation_too() -> None:
+    frozen = [compensated(held, "lora.freeze_routers=true", lora=True) for held in (None, CompensationPlan())]
+    assert frozen[0].trainable_bytes == frozen[1].trainable_bytes > 0
+
+
+def test_a_teacher_adds_a_dense_pass_in_both_stages_and_only_one() -> None:
+    def flops(*changes: str, lora: bool = False) -> float:
+        return compensated(None, *changes, lora=lora).flops
+
+    one_pass = flops("train.distill=0.3") - flops()
+    assert flops() / 4 < one_pass < flops() / 2
+    assert flops("train.distill=0.3", lora=True) - flops(lora=True) == one_pass
+    both = flops("train.distill=0.3", "lora.objective=distill", lora=True)
+    assert both == flops("lora.objective=distill", lora=True) == flops(lora=True) + one_pass
 
 
 RECORDS = sorted((Path(__file__).parents[2] / "reports" / "scaling").glob("*.json"))

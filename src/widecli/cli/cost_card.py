@@ -90,7 +90,10 @@ def print_dry_run(document: dict[str, Any]) -> None:
             "routing",
             f"{plan['mode']}, {groups}, rank {plan['rank']}: {figures['groups_per_token']:,} decisions a token",
         ),
+        *([("FFN channels", _grouping(document))] if plan["mode"] == "wide" else []),
+        ("a skipped group leaves", compensation_words(plan) or "nothing: it is not compensated"),
         ("budget", targets(recipe["budget"])),
+        *([("objective", _objective(share))] if (share := _teaching(document)) else []),
         ("trainable", _trainable(document)),
         ("steps", f"{train['steps']:,} x {per_step} = {figures['tokens']:,} tokens"),
         ("data", f"{recipe['data']['source']}, packing {recipe['data']['packing']}"),
@@ -111,9 +114,41 @@ def _fit(figures: dict[str, Any]) -> str:
     return f"that does not fit {card}; this does: {' '.join(changes)}" if changes else f"that fits {card}"
 
 
+def _grouping(document: dict[str, Any]) -> str:
+    """How channels come into groups, in words."""
+    if document["plan"].get("grouping") != "clustered":
+        return "grouped as they are stored"
+    when = "as the calibration regrouped them" if document["command"] == "lora" else "found before the first step"
+    return f"regrouped: those that tokens need together share a group; {when}"
+
+
+def compensation_words(plan: dict[str, Any]) -> str:
+    """What a skipped group leaves, in words; empty where it leaves nothing. `plan` as checkpoints store it."""
+    held = plan.get("compensation")
+    if not held:
+        return ""
+    mean = ["its mean"] if held["mean"] else []
+    return " and ".join([*mean, *([f"a bypass of rank {held['rank']}"] if held["rank"] else [])])
+
+
+def _teaching(document: dict[str, Any]) -> float:
+    """Share of the objective that the dense model's predictions make."""
+    recipe = document["recipe"]
+    if document["command"] == "lora" and recipe["lora"]["objective"] == "distill":
+        return 1.0
+    return float(recipe["train"]["distill"])
+
+
+def _objective(share: float) -> str:
+    rest = f", the LM loss {1 - share:.0%}" if share < 1 else ""
+    return f"{share:.0%} the KL divergence from the dense model, which runs beside it{rest}"
+
+
 def _trainable(document: dict[str, Any]) -> str:
     figures, lora = document["estimate"], document["recipe"]["lora"]
     routers = f"{figures['router_parameters']:,} router parameters"
+    if figures["compensation_parameters"]:
+        routers += f", {figures['compensation_parameters']:,} of compensation"
     if not figures["adapter_parameters"]:
         return routers
     frozen = " (frozen)" if lora["freeze_routers"] else ""

@@ -20,7 +20,7 @@ Checkpoint = Annotated[
 ]
 Out = Annotated[Path, typer.Option("--out", help="Folder to write.", show_default=False)]
 Merge = Annotated[
-    bool, typer.Option("--merge", help="Fold the adapter into the model and write the whole model beside the routers.")
+    bool, typer.Option("--merge", help="Fold the adapter into the model and write the whole model beside its routing.")
 ]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
@@ -40,8 +40,8 @@ def export(
 ) -> None:
     """Write a checkpoint as a folder of its own, with a model card that holds what its runs measured.
 
-    With --merge a Hugging Face model directory with the adapter merged, and the routers. Without, routers and adapter
-    alone, which need their base model. `wide eval FOLDER` takes both.
+    With --merge a Hugging Face model directory with the adapter merged and FFN channels in the routers' order, and the
+    routing. Without, routing and adapter alone, which need their base model. `wide eval FOLDER` takes both.
     """
     options.go_offline(offline)
     with stdout_for_document(json):
@@ -93,12 +93,13 @@ def run_export(
         backbone = load_backbone(section)
         check = export_merged(source, out, backbone, lambda found: card(source, config, merged=True, check=found))
         if config.adapter is None:
-            note("the checkpoint has no adapter to merge: the model written is the dense one")
+            order = ", its FFN channels regrouped" if config.plan.grouping == "clustered" else ""
+            note(f"the checkpoint has no adapter to merge: the model written is the dense one{order}")
         if check is not None:
             note(describe(check))
     else:
         export_copy(source, out, card(source, config, merged=False))
-        note(f"wrote routers{' and adapter' if config.adapter else ''} alone; --merge writes the whole model too")
+        note(f"wrote routing{' and adapter' if config.adapter else ''} alone; --merge writes the whole model too")
     note(f"exported to {out}; measure it with: wide eval {out}")
     return {
         "schema": "wide.export/1",

@@ -43,7 +43,8 @@ def inspect(
     json: options.Json = False,
 ) -> None:
     """Show what the routers decide on a text: skip rates by layer and group, which words run, constant groups, entropy,
-    correlation between layers, and what a tile of tokens must run together.
+    correlation between layers, what a tile of tokens must run together, how far channels were regrouped, and what
+    skipped groups leave beside what they would have added.
     """
     offline = options.go_offline(offline)
     with stdout_for_document(json):
@@ -154,7 +155,7 @@ def write_pictures(run: Run, seen: Observation, found: Statistics, formats: list
 def show(seen: Observation, found: Statistics) -> None:
     """What a terminal has room for: the layers, the words, and the text's beginning shaded by how much runs."""
     from widecli.cli.tables import print_layers
-    from widecli.inspection.views import layer_table, overall_table, words_table
+    from widecli.inspection.views import groups_table, layer_table, overall_table, words_table
     from widecli.report.tables import terminal
 
     note(f"{seen.model}, {seen.text}")
@@ -163,6 +164,12 @@ def show(seen: Observation, found: Statistics) -> None:
     console.print(terminal(table, console.width))
     console.print(terminal(overall_table(found), console.width))
     note(table.caption)
+    groups = groups_table(found)
+    if groups.rows:
+        console.print(terminal(groups, console.width))
+        note(groups.caption)
+    else:
+        note("channels are grouped as they are stored, and skipped groups leave nothing")
     for top in (True, False):
         words = words_table(found, LEAST_COUNT, top)
         if words.rows:

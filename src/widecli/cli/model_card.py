@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from widecli.cli.cost_card import compensation_words
+from widecli.report.flops import gross_and_net
+
 if TYPE_CHECKING:
     from widecli.model.checkpoint import CheckpointConfig
     from widecli.model.export import MergeCheck
@@ -36,16 +39,25 @@ def card(source: Path, config: CheckpointConfig, *, merged: bool, check: MergeCh
 
 
 def _contents(config: CheckpointConfig, merged: bool) -> Iterator[str]:
+    routing = _routing_parts(config)
     if not merged:
-        yield "Here are the routers (`router.safetensors`)" + (
-            " and a plain PEFT adapter (`adapter/`)." if config.adapter else "."
-        )
+        adapter = ["a plain PEFT adapter (`adapter/`)"] if config.adapter else []
+        yield f"Here are {_listed([*routing, *adapter])}."
         yield f"They need their base model, {config.backbone.id}: `wide eval FOLDER` loads it from there."
+        if config.adapter and config.plan.grouping == "clustered":
+            yield "The adapter's channels are in the base model's own order: PEFT loads it onto that model as it is."
         return
-    adapter = " with the adapter merged into its weights" if config.adapter else ""
-    yield f"Here are a whole model{adapter} and its routers (`router.safetensors`). `wide eval FOLDER` measures both."
+    merged_in = " with the adapter merged into its weights" if config.adapter else ""
+    yield f"Here are a whole model{merged_in} and its routing: {_listed(routing)}. `wide eval FOLDER` measures both."
     yield ""
-    yield "Loaded by transformers alone the model runs dense: nothing is skipped until the routers are attached."
+    if config.plan.grouping == "clustered":
+        yield (
+            "The model's FFN channels are regrouped: rows of gate and up and columns of down stand in another order "
+            "than in the base model, which changes nothing of what it computes but the order of sums."
+        )
+        yield ""
+    yield "Loaded by transformers alone the model runs dense: nothing is skipped, and nothing stands in for it, until"
+    yield "widecli attaches its routing."
     yield ""
     yield "```python"
     yield "from pathlib import Path"
@@ -59,6 +71,22 @@ def _contents(config: CheckpointConfig, merged: bool) -> Iterator[str]:
     yield "```"
 
 
+def _routing_parts(config: CheckpointConfig) -> list[str]:
+    """What decides and what stands in, with the files that hold it."""
+    plan = config.plan
+    parts = ["the routers (`router.safetensors`)"]
+    if plan.compensation:
+        parts.append("what skipped groups leave (`compensation.safetensors`)")
+    if plan.grouping == "clustered":
+        parts.append("the order of FFN channels (`channels.safetensors`)")
+    return parts
+
+
+def _listed(parts: list[str]) -> str:
+    *most, last = parts
+    return f"{', '.join(most)} and {last}" if most else last
+
+
 def _facts(config: CheckpointConfig) -> Iterator[str]:
     plan = config.plan
     yield "| | |"
@@ -69,6 +97,10 @@ def _facts(config: CheckpointConfig) -> Iterator[str]:
     yield f"| mode | {plan.mode}, parts {plan.parts}, tap {plan.tap} |"
     yield f"| group sizes | {plan.attention_group_size} query heads, {plan.ffn_group_size} FFN channels |"
     yield f"| router rank | {plan.rank} |"
+    if plan.grouping == "clustered":
+        yield "| FFN channels | regrouped: those that tokens need together share a group |"
+    if left := compensation_words(plan.to_json()):
+        yield f"| a skipped group leaves | {left} |"
     if config.adapter:
         yield f"| adapter | LoRA, rank {config.adapter['rank']}, alpha {config.adapter['alpha']} |"
     yield f"| steps | {config.step} |"
@@ -82,8 +114,8 @@ def _measured(source: Path, config: CheckpointConfig) -> Iterator[str]:
     if not training and not evaluations:
         yield "The runs of this checkpoint were not at hand when the card was written."
         return
-    yield "| what | dense | routed | attention / FFN skipped | prunable FLOPs skipped | run |"
-    yield "|---|---:|---:|---:|---:|---|"
+    yield "| what | dense | routed | attention / FFN skipped | prunable FLOPs skipped, gross | net | run |"
+    yield "|---|---:|---:|---:|---:|---:|---|"
     for run, summary in evaluations:
         yield from _evaluation_rows(run, summary)
     for run, summary in training:
@@ -92,6 +124,8 @@ def _measured(source: Path, config: CheckpointConfig) -> Iterator[str]:
             dense = "" if validation["dense"] is None else f"{validation['dense']:.2f}"
             what = f"token perplexity, {Path(validation['text']).name}, after {summary['command']}"
             yield f"| {what} | {dense} | {validation['final']:.2f} | {_skipped(summary)} | `{run}` |"
+    yield ""
+    yield "Net: less what routers and compensation cost."
 
 
 def _evaluation_rows(run: str, summary: dict[str, Any]) -> Iterator[str]:
@@ -115,7 +149,8 @@ def _evaluation_rows(run: str, summary: dict[str, Any]) -> Iterator[str]:
 def _skipped(summary: dict[str, Any]) -> str:
     rate = summary["skip_rate"]
     parts = " / ".join("" if rate[p] is None else f"{rate[p]:.1%}" for p in ("attention", "ffn"))
-    return f"{parts} | {summary['flops_skipped']['prunable']:.1%}"
+    gross, net = gross_and_net(summary["flops_skipped"])
+    return f"{parts} | {gross:.1%} | {'' if net is None else f'{net:.1%}'}"
 
 
 def _compared(check: MergeCheck) -> str:

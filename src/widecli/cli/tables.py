@@ -9,6 +9,7 @@ from rich.table import Table
 
 from widecli.cli.console import console, note, warn
 from widecli.cli.cost_card import targets
+from widecli.report.flops import in_words
 
 WORTH_A_WARNING = 0.05
 _SHADES = " ▁▂▃▄▅▆▇█"
@@ -52,10 +53,7 @@ def _add_skipped(table: Table, summary: dict[str, Any]) -> None:
         shown = ", ".join(f"{key} {value:.1%}" for key, value in rate.items() if value is not None)
         table.add_row("skip rate", shown)
     if flops := summary.get("flops_skipped"):
-        table.add_row(
-            "FLOPs skipped",
-            f"{flops['prunable']:.1%} of the prunable, {flops['total']:.1%} of all at {flops['context_tokens']} tokens",
-        )
+        table.add_row("FLOPs skipped", f"{in_words(flops)} at {flops['context_tokens']} tokens")
 
 
 def print_layers(layers: dict[str, Sequence[float]]) -> None:

@@ -63,7 +63,9 @@ def evaluate(job: Evaluation, note: Note, store: Store) -> dict[str, Any]:
     dense = None
     if job.with_dense or config.merged is None:
         backbone = _load(bare, note)
-        if difference := config.backbone.mismatch(backbone.identity):
+        # the folder's own model has the base's channels in another order
+        wanted = config.merged if bare is own and config.merged else config.backbone
+        if difference := wanted.mismatch(backbone.identity):
             raise UsageError(
                 f"{job.checkpoint} was trained on {config.backbone.id}, and {bare.name} is another model: {difference}"
             )

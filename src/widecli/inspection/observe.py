@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +12,22 @@ import torch
 from torch import Tensor
 
 from widecli.errors import UsageError
+from widecli.inspection.groups import (
+    Key,
+    Regrouping,
+    Substitutes,
+    Substitution,
+    regroupings,
+    stored_channels,
+)
 from widecli.model import checkpoint
 from widecli.model.backbone import load_backbone
 from widecli.model.gate import margins
-from widecli.model.plan import PartName
 from widecli.model.routed import RoutedModel
 
 if TYPE_CHECKING:
     from widecli.recipe.schema import ModelSection
 
-Key = tuple[int, PartName]
 WINDOW = 1024
 """Tokens that see each other: a longer text is read in pieces of this length."""
 
@@ -29,7 +35,8 @@ WINDOW = 1024
 @dataclass(frozen=True)
 class Observation:
     """Decisions on T tokens. `masks`: bool [T, N] by layer and part, True = execute; `certainty`: each router's own
-    entropy a decision in bits [N], 0 = it always is sure, 1 = it tosses a coin."""
+    entropy a decision in bits [N], 0 = it always is sure, 1 = it tosses a coin. `regroupings`: of each layer, empty
+    where channels stand as stored; `substitutions`: by layer and part, empty where skipped groups leave nothing."""
 
     model: str
     config: checkpoint.CheckpointConfig
@@ -39,6 +46,8 @@ class Observation:
     masks: dict[Key, Tensor]
     certainty: dict[Key, Tensor]
     summary: dict[str, Any]
+    regroupings: tuple[Regrouping | None, ...] = ()
+    substitutions: dict[Key, Substitution] = field(default_factory=dict)
 
 
 def observe(
@@ -69,7 +78,8 @@ def observe(
         raise UsageError(f"the text {text} has {len(ids)} tokens: name a longer one with --text")
     note(f"reading {len(ids)} tokens of {label}")
     routed, _ = checkpoint.attach(directory, backbone)
-    watched = _Certainty(routed)
+    order = stored_channels(directory, config)
+    watched, substitutes = _Certainty(routed), Substitutes(routed)
     try:
         with torch.no_grad(), routed.tracing(keep_masks=True) as trace:
             for start in range(0, len(ids), WINDOW):
@@ -77,6 +87,7 @@ def observe(
                 routed.decoder(input_ids=piece, use_cache=False)
     finally:
         watched.stop()
+        substitutes.stop()
         routed.detach()
     assert trace.masks is not None
     return Observation(
@@ -88,6 +99,8 @@ def observe(
         masks={key: torch.cat(parts).cpu() for key, parts in trace.masks.items()},
         certainty=watched.means(),
         summary=trace.summary(min(len(ids), WINDOW)),
+        regroupings=() if order is None else regroupings(order, routed.layers),
+        substitutions=substitutes.found(),
     )
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from widecli.inspection.observe import Key, Observation, binary_entropy
+from widecli.inspection.groups import Key, Regrouping, Substitution
+from widecli.inspection.observe import Observation, binary_entropy
 from widecli.model.plan import PARTS, PartName
 
 TILE_TOKENS = 128
@@ -60,6 +61,8 @@ class Statistics:
     correlation: dict[PartName, list[list[float | None]]]
     token_shares: dict[PartName, list[list[float | None]]]
     words: tuple[Word, ...]
+    regroupings: tuple[Regrouping | None, ...] = ()
+    substitutions: tuple[dict[PartName, Substitution], ...] = ()
 
     def overall(self, part: PartName) -> dict[str, float]:
         """One part over all layers that route it: means, and the shares of groups that are constant."""
@@ -80,6 +83,12 @@ class Statistics:
             "layer_correlation": _rounded(self.correlation),
             "token_shares": {part: _rounded([r[:tokens] for r in rows]) for part, rows in self.token_shares.items()},
             "words": [_rounded(asdict(word)) for word in self.words],
+            # null where channels stand as stored, and where skipped groups leave nothing
+            "grouping": [_rounded(asdict(one)) if one else None for one in self.regroupings] or None,
+            "compensation": [
+                {part: _rounded(asdict(found)) for part, found in layer.items()} for layer in self.substitutions
+            ]
+            or None,
         }
 
 
@@ -99,7 +108,16 @@ def statistics(seen: Observation) -> Statistics:
         correlation={part: layer_correlation(seen.masks, part, seen.num_layers) for part in routed},
         token_shares={part: _token_shares(seen.masks, part, seen.num_layers) for part in routed},
         words=words(seen.tokens, seen.masks),
+        regroupings=seen.regroupings,
+        substitutions=_by_layer(seen),
     )
+
+
+def _by_layer(seen: Observation) -> tuple[dict[PartName, Substitution], ...]:
+    if not seen.substitutions:
+        return ()
+    found = seen.substitutions
+    return tuple({part: found[i, part] for part in PARTS if (i, part) in found} for i in range(seen.num_layers))
 
 
 def part_statistics(mask: Tensor, certainty: Tensor) -> PartStatistics:

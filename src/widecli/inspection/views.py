@@ -50,6 +50,47 @@ def layer_table(found: Statistics) -> Table:
     return Table("layers", "by layer", tuple(columns), tuple(rows), caption).filled()
 
 
+def groups_table(found: Statistics) -> Table:
+    """One row a layer: how far its channels were regrouped, and what stands in for skipped groups of both parts."""
+    rows: list[dict[str, Value]] = []
+    for index in range(len(found.layers)):
+        row: dict[str, Value] = {"layer": float(index)}
+        if found.regroupings and (regrouped := found.regroupings[index]):
+            row |= {"moved": regrouped.moved, "together": regrouped.together}
+        for part, left in found.substitutions[index].items() if found.substitutions else ():
+            row |= {
+                f"{part} executed": left.executed,
+                f"{part} skipped": left.skipped,
+                f"{part} mean": left.mean,
+                f"{part} bypass": left.bypass,
+                f"{part} recovered": left.recovered,
+            }
+        rows.append(row)
+    columns = [
+        Column("layer", "layer", "count"),
+        Column("moved", "channels\nmoved, %", "percent"),
+        Column("together", "pairs\nkept, %", "percent", 2),
+    ]
+    for part in PARTS:
+        name = _NAMES[part]
+        columns += [
+            Column(f"{part} executed", f"{name}\nruns", "figure", 3),
+            Column(f"{part} skipped", f"{name}\nskips", "figure", 1),
+            Column(f"{part} mean", f"{name}\nmeans", "figure", 1),
+            Column(f"{part} bypass", f"{name}\nbypass", "figure", 1),
+            Column(f"{part} recovered", f"{name}\ngiven back, %", "percent"),
+        ]
+    caption = (
+        "moved: channels in another group than as stored; pairs kept: of channels stored in one group, what still "
+        "shares one. runs, skips: norm of what the groups that run add and of what the others would have added, root "
+        "mean square over tokens; means, bypass: of what stands in for the latter. given back: of the energy that "
+        "skipping takes."
+    )
+    if not found.regroupings and not found.substitutions:
+        rows = []
+    return Table("groups", "groups and what skipped ones leave", tuple(columns), tuple(rows), caption).filled()
+
+
 def words_table(found: Statistics, least_count: int, top: bool) -> Table:
     """The tokens that run most, or least, among those that occur `least_count` times."""
     chosen = often(found.words, least_count)
@@ -180,7 +221,9 @@ def _visible(token: str) -> str:
 def inspection_page(seen: Observation, found: Statistics, run: str, shown: int, least_count: int) -> str:
     """One self-contained page."""
     lead = f"Decisions on {seen.text}; {seen.config.step} training steps. Run: {run}."
-    blocks: tuple[Block, ...] = (overall_table(found), layer_table(found), *charts(found, run))
+    groups = groups_table(found)
+    tables = (overall_table(found), layer_table(found), *((groups,) if groups.rows else ()))
+    blocks: tuple[Block, ...] = (*tables, *charts(found, run))
     words = (words_table(found, least_count, top=True), words_table(found, least_count, top=False))
     sections = [
         Section("Layers", blocks),

@@ -46,10 +46,10 @@ class MergeCheck:
 
 
 def export_copy(directory: Path, out: Path, card: str) -> None:
-    """Copy a checkpoint without its training state: routers, adapter, recipe, config, and `card` as its README."""
+    """Copy a checkpoint without its training state: routing, adapter, recipe, config, and `card` as its README."""
     config = checkpoint.read_config(directory)
     with atomic_directory(out) as scratch:
-        for name in (checkpoint.CONFIG, checkpoint.ROUTERS, RECIPE):
+        for name in (checkpoint.CONFIG, *checkpoint.routing_files(config), RECIPE):
             shutil.copyfile(directory / name, scratch / name)
         if config.adapter_folder:
             shutil.copytree(directory / config.adapter_folder, scratch / config.adapter_folder)
@@ -59,7 +59,7 @@ def export_copy(directory: Path, out: Path, card: str) -> None:
 def export_merged(
     directory: Path, out: Path, backbone: Backbone, card: Callable[[MergeCheck | None], str]
 ) -> MergeCheck | None:
-    """Write a Hugging Face model with the adapter folded in, and the routers beside it.
+    """Write a Hugging Face model with the adapter folded in and channels in the routers' order, and these beside it.
 
     Returns how far the merged model is from the unmerged one; None for a checkpoint without an adapter, whose model is
     the dense one. Raises WideError when they differ by more than rounding explains.
@@ -74,7 +74,7 @@ def export_merged(
         routed.detach()
         adapter.merge()
         routed = RoutedModel.attach(model, config.plan)
-        checkpoint.load_routers(directory, routed.routers)
+        checkpoint.load_routing(directory, routed)
         check = _compare(before, _predict(routed, ids), model.dtype)
         _refuse_difference(check, *TOLERANCE[model.dtype])
     routed.detach()
@@ -82,7 +82,7 @@ def export_merged(
     with atomic_directory(out) as scratch:
         model.save_pretrained(scratch)
         backbone.tokenizer.save_pretrained(scratch)
-        for name in (checkpoint.ROUTERS, RECIPE):
+        for name in (*checkpoint.routing_files(config), RECIPE):
             shutil.copyfile(directory / name, scratch / name)
         document = replace(config, merged=merged).to_json()
         (scratch / checkpoint.CONFIG).write_text(json.dumps(document, indent=2) + "\n")

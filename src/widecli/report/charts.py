@@ -131,7 +131,9 @@ def is_share(gain: str) -> bool:
 
 
 def _gained(gain: str) -> str:
-    return "FLOPs skipped" if gain.startswith("flops ") else f"{gain.split(' ')[0].upper()} speed-up"
+    return (
+        f"FLOPs skipped, {flops_kind(gain)}" if gain.startswith("flops ") else f"{gain.split(' ')[0].upper()} speed-up"
+    )
 
 
 def _scale(values: Iterable[float]) -> Scale:
@@ -191,10 +193,16 @@ def quality_label(name: str) -> tuple[str, bool]:
     return f"accuracy kept{subset}, {count}, % of dense", True
 
 
+def flops_kind(gain: str) -> str:
+    """`flops net at wikitext2` -> `net`."""
+    return gain.split(" ")[1]
+
+
 def gain_label(name: str) -> str:
     """An axis label for what is gained."""
     if name.startswith("flops "):
-        return "prunable FLOPs skipped, %"
+        cost = "net of routers and compensation" if flops_kind(name) == "net" else "gross"
+        return f"prunable FLOPs skipped, {cost}, %"
     phase, *setting = name.split(" ")
     words = {"b": "batch ", "p": "prompt ", "g": "generated "}
     shown = [words[s[0]] + s[1:] if s[0] in words and s[1:].isdecimal() else s for s in setting]

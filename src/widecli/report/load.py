@@ -5,8 +5,8 @@ rows share one), `model`, `stage` (dense, calibrate, lora, ...), `mode`, `budget
 `seed`, `configuration` (equal exactly when two runs differ in nothing but the seed), `began_with` (the configuration
 that a second stage started from), `items` (documents a task).
 
-Columns with figures have names that say under which protocol they hold: `skip attention`, `flops prunable`,
-`perplexity wikitext2`, `flops at wikitext2`, `average [400]`, `retention [all]`, `task piqa [all]`,
+Columns with figures have names that say under which protocol they hold: `skip attention`, `flops net`,
+`perplexity wikitext2`, `flops net at wikitext2`, `average [400]`, `retention [all]`, `task piqa [all]`,
 `ttft b1 p1024`. Fractions are in [0, 1]; figures with different names are never compared.
 """
 
@@ -21,9 +21,11 @@ from functools import cache
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from widecli.recipe.files import as_stored
 from widecli.recipe.retired import PATTERN_KEYS
-from widecli.recipe.schema import Recipe
+from widecli.recipe.schema import NO_COMPENSATION, Recipe
 from widecli.report.find import StoredRun
+from widecli.report.flops import gross_and_net
 from widecli.report.lineage import began_with, converted, producer_of, producers
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ _NOT_CONFIGURATION = frozenset(
     | {"data.validation"}
 )
 _NOT_CONFIGURATION_SECTIONS = ("model", "eval", "track", "distributed", "sweep")
+FLOPS = ("net", "gross")
+"""The prunable FLOPs skipped, less what routers and compensation cost, and without that: older records have no net."""
 # lm-eval results do not depend on these beyond noise, but a reader wants to know that they differ.
 _WORTH_A_NOTE = ("data", "lm_eval", "transformers", "max_length", "scoring")
 _USUAL_WINDOW = 2048
@@ -112,6 +116,8 @@ def _identity(run: StoredRun, producer: StoredRun | None, model: str) -> dict[st
     steps = _steps(summary, producer)
     if producer is None and not _describes(recipe, plan, steps):
         recipe = {}
+    if recipe:
+        recipe = as_stored(dict(recipe))  # a key that came later did not say what its default says now
     budget = _section(recipe, "budget")
     group_size = number(plan.get("ffn_group_size")) if mode not in ("token", "layer") else None
     settings = {
@@ -125,6 +131,8 @@ def _identity(run: StoredRun, producer: StoredRun | None, model: str) -> dict[st
         settings = {key: value for key, value in settings.items() if key not in _PATTERN_SIZES}
     if stage == "patterns":  # its recipe is that of a second stage
         settings = {key: value for key, value in settings.items() if not key.startswith("routing.pattern_")}
+    if not plan.get("compensation"):  # then nothing learns at that rate
+        settings.pop("compensation.learning_rate", None)
     settings |= {f"plan.{key}": value for key, value in flat(plan).items()} | {"steps": steps, "stage": stage}
     if not recipe:  # nothing says that two such runs are of one kind
         settings["run"] = summary.get("checkpoint") or run.label
@@ -167,9 +175,13 @@ def _steps(summary: Mapping[str, Any], producer: StoredRun | None) -> float | No
 
 
 def _describes(recipe: Mapping[str, Any], plan: Mapping[str, Any], steps: float | None) -> bool:
-    """Whether an evaluation's recipe can be its checkpoint's: the same routing and steps."""
-    routing, train = _section(recipe, "routing"), _section(recipe, "train")
+    """Whether an evaluation's recipe can be its checkpoint's: the same routing, compensation and steps."""
+    stored = as_stored(dict(recipe))
+    routing, train, asked = (_section(stored, name) for name in ("routing", "train", "compensation"))
     same = all(routing.get(key) == plan.get(key) for key in ("mode", "ffn_group_size", "rank", "parts"))
+    same = same and routing.get("grouping") == plan.get("grouping", "contiguous")
+    held = plan.get("compensation") or NO_COMPENSATION
+    same = same and all(asked.get(key) == held.get(key) for key in NO_COMPENSATION)
     return same and number(train.get("steps")) == steps
 
 
@@ -196,7 +208,7 @@ def _protocol(summary: Mapping[str, Any]) -> dict[str, Any]:
 def _skipped(summary: Mapping[str, Any]) -> dict[str, Any]:
     rate, flops = summary.get("skip_rate") or {}, summary.get("flops_skipped") or {}
     figures = {f"skip {part}": number(rate.get(part)) for part in ("attention", "ffn", "mean")}
-    return figures | {f"flops {kind}": number(flops.get(kind)) for kind in ("prunable", "total")}
+    return figures | _flops(flops) | {"flops total": number(flops.get("total"))}
 
 
 def _validation(summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,32 +225,37 @@ def _quality(summary: Mapping[str, Any]) -> dict[str, Any]:
     items = _protocol(summary)["items"]
     by_text = dict(summary.get("skip_by_text") or {})
     found: dict[str, Any] = {}
-    tasks_flops = _prunable(by_text.pop("tasks", None), summary)
+    at_tasks = by_text.pop("tasks", None)
     texts = summary.get("perplexity") or {}
     # recorded in the order of the perplexities, under the recipe's name for the text
     at_text = [*by_text.values(), *([None] * len(texts))]
     for (key, value), rates in zip(texts.items(), at_text, strict=False):
         name = perplexity_name(key, protocol)
         found[f"perplexity {name}"] = number(value)
-        found[f"flops at {name}"] = _prunable(rates, summary)
+        found |= _flops_behind(rates, summary, name)
     if items is None:
         return found
     average = summary.get("average")
     found[f"average [{items}]"] = number(summary.get("partial_average") if average is None else average)
     found[f"retention [{items}]"] = number(summary.get("retention"))
-    found[f"flops at tasks [{items}]"] = tasks_flops
+    found |= _flops_behind(at_tasks, summary, f"tasks [{items}]")
     for task, metrics in (summary.get("tasks") or {}).items():
         if isinstance(metrics, dict):
             found[f"task {task} [{items}]"] = number(metrics.get("acc_norm,none", metrics.get("acc,none")))
     return found
 
 
-def _prunable(rates: object, summary: Mapping[str, Any]) -> float | None:
+def _flops_behind(rates: object, summary: Mapping[str, Any], what: str) -> dict[str, float | None]:
+    """What was skipped while something was measured: `flops net at wikitext2` and `flops gross at wikitext2`."""
     if not summary.get("plan"):
-        return 0.0
+        return {f"flops {kind} at {what}": 0.0 for kind in FLOPS}
     flops = rates.get("flops_skipped") if isinstance(rates, dict) else None
-    flops = flops if isinstance(flops, dict) else summary.get("flops_skipped") or {}
-    return number(flops.get("prunable"))
+    return _flops(flops if isinstance(flops, dict) else summary.get("flops_skipped") or {}, f" at {what}")
+
+
+def _flops(flops: Mapping[str, Any], where: str = "") -> dict[str, float | None]:
+    gross, net = gross_and_net(flops)
+    return {f"flops net{where}": net, f"flops gross{where}": gross}
 
 
 def perplexity_name(key: str, protocol: Mapping[str, Any]) -> str:

@@ -43,7 +43,7 @@ def fronts(made: Sequence[Point]) -> list[Front]:
     """Every comparison that the points of one model allow: at least one routed configuration has both figures.
 
     Quality is the average accuracy and the retention (for each number of items a task) and each text's perplexity;
-    gain the prunable FLOPs skipped while that was measured, and the measured speed-ups at the setting that most
+    gain the prunable FLOPs skipped while that was measured, net, gross where some records have no net, and the measured speed-ups at the setting that most
     configurations share. A text cut to its first windows is left out where the whole text was measured as often.
     """
     if not made:
@@ -51,7 +51,7 @@ def fronts(made: Sequence[Point]) -> list[Front]:
     found = []
     speeds = [name for phase in ("ttft ", "tpot ") for name in names_of(made, phase)[:1]]
     for quality in qualities(made):
-        for gain in (flops_behind(quality), *speeds):
+        for gain in (*flops_behind(quality, made), *speeds):
             candidates = [c for point in made if (c := _candidate(point, gain, quality)) is not None]
             if any(candidate.point.mode != DENSE for candidate in candidates):
                 better: Direction = "lower" if quality.startswith("perplexity ") else "higher"
@@ -68,11 +68,14 @@ def qualities(made: Sequence[Point]) -> list[str]:
     return accuracy + whole
 
 
-def flops_behind(quality: str) -> str:
-    """The column with the FLOPs skipped while a quality figure was measured."""
-    if quality.startswith("perplexity "):
-        return f"flops at {quality.removeprefix('perplexity ')}"
-    return f"flops at tasks [{items_of(quality)}]"
+def flops_behind(quality: str, made: Sequence[Point]) -> list[str]:
+    """The columns with the FLOPs skipped while a quality figure was measured: net, and gross if not all have net."""
+    what = quality.removeprefix("perplexity ")
+    if what == quality:
+        what = f"tasks [{items_of(quality)}]"
+    net, gross = f"flops net at {what}", f"flops gross at {what}"
+    lacking = any(net not in p.figures and gross in p.figures for p in made if quality in p.figures)
+    return [net, gross] if lacking else [net]
 
 
 def _candidate(point: Point, gain: str, quality: str) -> Candidate | None:

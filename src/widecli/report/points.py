@@ -11,6 +11,7 @@ from pathlib import PurePath
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
+from widecli.model.plan import CompensationPlan
 from widecli.recipe.keys import recipe_keys
 from widecli.report.load import DENSE, figure_columns
 
@@ -31,6 +32,7 @@ class Figure:
 class Point:
     """One configuration. `extra` says what sets it apart from others of the same mode, sparsity, G and steps.
 
+    `kind` says how it groups channels and compensates, where a model's points differ in that and it is not the default;
     `began_with` is the configuration that a second stage started from.
     """
 
@@ -46,13 +48,32 @@ class Point:
     runs: tuple[str, ...]
     extra: str = ""
     began_with: str | None = None
+    kind: str = ""
+
+    @property
+    def trained_as(self) -> str:
+        """Mode and stage."""
+        if self.stage == "patterns":
+            return "converted patterns"
+        return self.mode if self.stage in (DENSE, "calibrate") else f"{self.mode} + {self.stage}"
 
     @property
     def series(self) -> str:
         """What a plot's legend calls it."""
-        if self.stage == "patterns":
-            return "converted patterns"
-        return self.mode if self.stage in (DENSE, "calibrate") else f"{self.mode} + {self.stage}"
+        return f"{self.trained_as}, {self.kind}" if self.kind else self.trained_as
+
+    @property
+    def grouping(self) -> str | None:
+        """`clustered` or `contiguous`; None where there are no groups of channels."""
+        return self.setting("plan.grouping") or "contiguous" if self.mode == "wide" else None
+
+    @property
+    def compensation(self) -> str | None:
+        """What skipped groups leave, `means and rank 32` or `none`; None for a dense model."""
+        if self.mode == DENSE:
+            return None
+        mean, rank = (self.setting(f"plan.compensation.{key}") for key in ("mean", "rank"))
+        return CompensationPlan(bool(mean), rank or 0).described or "none"
 
     @property
     def label(self) -> str:
@@ -115,11 +136,34 @@ def points(frame: pd.DataFrame) -> list[Point]:
                 began_with=next(iter(rows["began_with"].dropna()), None),
             )
         )
-    return _told_apart(sorted(made, key=_order))
+    return _told_apart(sorted(_of_kinds(made), key=_order))
+
+
+def _of_kinds(made: Sequence[Point]) -> list[Point]:
+    """Say how points group and compensate, where those of a model that decide on groups are not all alike."""
+    kinds: dict[str, set[str]] = defaultdict(set)
+    for point in made:
+        if point.mode == "wide":
+            kinds[point.model].add(_kind(point))
+    return [
+        replace(point, kind=_kind(point)) if point.mode != "wide" or len(kinds[point.model]) > 1 else point
+        for point in made
+    ]
+
+
+def _kind(point: Point) -> str:
+    """`contiguous, no compensation`: what is not as its mode has it by default."""
+    if point.mode not in ("wide", "token", "layer"):
+        return ""
+    usual = CompensationPlan().described if point.mode == "wide" else "none"
+    words = ["contiguous"] if point.grouping == "contiguous" else []
+    if point.compensation != usual:
+        words.append("no compensation" if point.compensation == "none" else f"compensation by {point.compensation}")
+    return ", ".join(words)
 
 
 def _order(point: Point) -> tuple[Any, ...]:
-    mode = (point.mode != DENSE, point.mode != "wide", point.mode, point.stage)
+    mode = (point.mode != DENSE, point.mode != "wide", point.mode, point.stage, point.kind)
     return (point.model, *mode, point.sparsity or 0, point.group_size or 0, point.steps or 0)
 
 
@@ -161,7 +205,10 @@ def _told_apart(made: Sequence[Point]) -> list[Point]:
 
 def _difference(key: str, value: Any, values: Sequence[Any]) -> str:
     """What a point says about a key in which others differ; nothing where it has the recipe's default."""
-    name = key.rsplit(".", 1)[-1].replace("_", " ")
+    section, _, name = key.rpartition(".")
+    name = name.replace("_", " ")
+    if section == "compensation":
+        name = f"{section} {name}"
     if isinstance(value, list):
         shared = set.intersection(*(set(map(str, other)) for other in values if isinstance(other, list)))
         added = [_last_folders(str(item)) for item in value if str(item) not in shared]

@@ -245,7 +245,19 @@ def _model_document(model: ModelReport) -> dict[str, Any]:
 
 
 def _point_document(point: Point) -> dict[str, Any]:
-    keys = ("label", "stage", "mode", "sparsity", "group_size", "steps", "seeds", "extra", "runs")
+    keys = (
+        "label",
+        "stage",
+        "mode",
+        "sparsity",
+        "group_size",
+        "steps",
+        "seeds",
+        "grouping",
+        "compensation",
+        "extra",
+        "runs",
+    )
     return {
         **{key: getattr(point, key) for key in keys},
         "figures": {name: _figure_document(figure) for name, figure in point.figures.items()},

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from widecli.report.charts import gain_label, is_share, quality_label, slug
+from widecli.report.charts import flops_kind, gain_label, is_share, quality_label, slug
 from widecli.report.documents import Document
 from widecli.report.find import StoredRun
 from widecli.report.load import DENSE
@@ -39,12 +39,13 @@ def summary_table(made: Sequence[Point]) -> Table:
         Column("group_size", "G", "count", _weight(p.group_size for p in made)),
         Column("patterns", "C", "count", _weight(p.patterns for p in made)),
         Column("steps", "steps", "count", _weight(p.steps for p in made)),
+        *_kind_columns(made, 1),
         Column("settings", "settings", importance=1),
         Column("runs", "runs", importance=4),
         Column("seeds", "seeds", "count", 7),
         Column("skip attention", "attention\nskipped, %", "percent", 6),
         Column("skip ffn", "FFN\nskipped, %", "percent", 6),
-        Column("flops prunable", "FLOPs\nskipped, %", "percent", 1),
+        *_flops_columns(made, 1),
         Column("flops total", "of all\nFLOPs, %", "percent", 8),
         *_perplexities(texts, 9),
         *(Column(v, f"held-out\n{_brief(v.removeprefix('validation '))}", "figure", 9) for v in validations),
@@ -59,11 +60,44 @@ def summary_table(made: Sequence[Point]) -> Table:
         title=made[0].model,
         columns=tuple(columns),
         rows=tuple(rows),
-        caption="FLOPs skipped: of what routing may skip, over everything evaluated. Kept: average accuracy as a share "
-        "of the dense model's on the same items. ± is the sample standard deviation over trainings.",
+        caption=f"FLOPs skipped: of what routing may skip, over everything evaluated, {_flops_words(made)}. Of all: "
+        "net. Kept: average accuracy as a share of the dense model's on the same items. ± is the sample standard deviation "
+        "over trainings.",
         row_runs=tuple(point.runs for point in made),
     )
     return table.filled()
+
+
+def _flops_columns(made: Sequence[Point], importance: int) -> list[Column]:
+    """Net and gross never share a column. Where all records are from before there was a net figure, one will do."""
+    if not _have_net(made):
+        return [Column("flops gross", "FLOPs\nskipped, %", "percent", importance)]
+    return [
+        Column("flops net", "FLOPs\nnet, %", "percent", importance),
+        Column("flops gross", "FLOPs\ngross, %", "percent", importance + 2),
+    ]
+
+
+def _have_net(made: Sequence[Point]) -> bool:
+    return any("flops net" in point.figures for point in made)
+
+
+def _flops_words(made: Sequence[Point]) -> str:
+    if not _have_net(made):
+        return "gross, without subtracting what routers cost"
+    return "net, less what routers and compensation cost (older records have no such figure), and gross"
+
+
+def _kind_columns(made: Sequence[Point], importance: int) -> list[Column]:
+    """How channels are grouped and what skipped groups leave, each where it tells rows apart."""
+    columns = []
+    if len({point.grouping for point in made if point.grouping}) > 1:
+        columns.append(Column("grouping", "groups", importance=importance))
+    if len({point.compensation for point in made if point.mode == "wide"}) > 1 or any(
+        point.compensation not in (None, "none") for point in made if point.mode != "wide"
+    ):
+        columns.append(Column("compensation", "skipped\nleave", importance=importance))
+    return columns
 
 
 def _weight(values: Iterable[float | None]) -> int:
@@ -81,7 +115,9 @@ def _summary_row(point: Point) -> dict[str, Value]:
     row: dict[str, Value] = dict(point.figures)
     trainings = max((len(figure.runs) for figure in point.figures.values()), default=1)
     row |= {
-        "mode": point.series,
+        "mode": point.trained_as,
+        "grouping": point.grouping,
+        "compensation": point.compensation,
         "sparsity": point.sparsity,
         "group_size": point.group_size,
         "patterns": point.patterns,
@@ -156,7 +192,9 @@ def front_table(front: Front) -> Table:
     label, percent = quality_label(front.quality)
     columns = (
         Column("configuration", "configuration"),
-        Column("gain", "FLOPs\nskipped, %", "percent") if is_share(front.gain) else Column("gain", "speed-up", "times"),
+        Column("gain", f"FLOPs\n{flops_kind(front.gain)}, %", "percent")
+        if is_share(front.gain)
+        else Column("gain", "speed-up", "times"),
         Column("quality", _HEADS[front.quality.split(" ")[0]], "percent" if percent else "figure"),
         Column("state", "state", importance=1),
         Column("runs", "runs", importance=2),
@@ -181,7 +219,7 @@ def sweep_table(sweep: Sweep) -> Table:
         Column("line", "configuration"),
         Column("value", "S, %", "percent") if sweep.axis == "sparsity" else Column("value", "G", "count"),
         Column("skip mean", "skipped, %", "percent", 3),
-        Column("flops prunable", "FLOPs\nskipped, %", "percent", 2),
+        *_flops_columns([point for _, made in sweep.lines for point in made], 2),
         *_perplexities(texts, 4),
         Column("average", "average\naccuracy, %", "percent", 2),
         Column("items", "items", "count", 5),
@@ -189,7 +227,9 @@ def sweep_table(sweep: Sweep) -> Table:
         Column("runs", "runs", importance=6),
     )
     title = f"{sweep.model}: by {sweep.title}"
-    return Table(slug(f"{sweep.axis} {sweep.model}"), title, columns, tuple(rows), row_runs=tuple(runs)).filled()
+    caption = f"FLOPs skipped are {_flops_words([point for _, made in sweep.lines for point in made])}."
+    name = slug(f"{sweep.axis} {sweep.model}")
+    return Table(name, title, columns, tuple(rows), caption, row_runs=tuple(runs)).filled()
 
 
 def throughput_table(model: str, measured: Sequence[ThroughputPoint]) -> Table:

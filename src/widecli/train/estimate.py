@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from widecli.model.cost import fixed_flops, part_flops, router_flops
+from widecli.model.cost import fixed_flops, overhead_flops, part_flops
 from widecli.model.plan import PARTS, ModelShape, RoutingPlan
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class Estimate:
     """Sizes in bytes, on the fullest card; FLOPs of the whole run, on all cards together."""
 
     router_parameters: int
+    compensation_parameters: int
     adapter_parameters: int
     backbone_parameters: int
     groups_per_token: int
@@ -81,24 +82,27 @@ def estimate(
     length = recipe.data.sequence_length
     tokens = recipe.train.steps * recipe.train.batch_size * length
     forward = shape.num_hidden_layers * sum(part_flops(shape, p, length) for p in PARTS) + fixed_flops(shape)
-    forward += router_flops(shape, rank, layers)
+    # a training pass computes all groups and the means of all: it saves nothing yet
+    passed = forward + overhead_flops(shape, rank, layers, plan.compensation) + _mean_flops(shape, plan)
     passes = 3 if recipe.train.activation_checkpointing else 2  # frozen weights need no gradient of their own
-    passes += lora and recipe.lora.objective == "distill"  # the teacher's pass
+    taught = recipe.train.distill > 0 or (lora and recipe.lora.objective == "distill")
     adapter = _adapter_parameters(recipe, shape) if lora else 0
-    trained = adapter + (0 if lora and recipe.lora.freeze_routers else routers)
+    substitutes = compensation_parameters(shape, plan)
+    trained = adapter + (0 if lora and recipe.lora.freeze_routers else routers + substitutes)
     micro_tokens = (recipe.train.micro_batch_size or -(-recipe.train.batch_size // ranks)) * length
     copies = _OPTIMIZER_COPIES + (_MESSAGE_COPIES if ranks > 1 else 0)
     parameters = backbone_parameters(shape)
     held, on_host = _weights(recipe, shape, value_bytes, ranks, card_bytes)
     return Estimate(
         router_parameters=routers,
+        compensation_parameters=substitutes,
         adapter_parameters=adapter,
         backbone_parameters=parameters,
         groups_per_token=sum(counts),
         tokens=tokens,
-        flops=forward * passes * tokens,
+        flops=(passed * passes + forward * taught) * tokens,  # the teacher runs dense, and forward alone
         weights_bytes=held,
-        activations_bytes=_activation_bytes(recipe, shape, sum(counts), micro_tokens, value_bytes, lora),
+        activations_bytes=_activation_bytes(recipe, shape, plan, sum(counts), micro_tokens, value_bytes, lora),
         trainable_bytes=float(trained * 4 * copies),
         ranks=ranks,
         host_bytes=on_host,
@@ -179,6 +183,25 @@ def backbone_parameters(shape: ModelShape) -> int:
     return shape.num_hidden_layers * _layer_parameters(shape) + embeddings
 
 
+def compensation_parameters(shape: ModelShape, plan: RoutingPlan) -> int:
+    """Parameters of what stands in for skipped groups: N D means a part, and two matrices r D of its bypass."""
+    held = plan.compensation
+    if held is None:
+        return 0
+    return sum((held.mean * groups + 2 * held.rank) * shape.hidden_size for groups in _routed_parts(shape, plan))
+
+
+def _mean_flops(shape: ModelShape, plan: RoutingPlan) -> float:
+    """FLOPs per token of adding the skipped groups' means, as one product over all groups."""
+    means = plan.compensation is not None and plan.compensation.mean
+    return 2.0 * shape.hidden_size * sum(_routed_parts(shape, plan)) * means
+
+
+def _routed_parts(shape: ModelShape, plan: RoutingPlan) -> list[int]:
+    """Groups of each routed part of each layer; a layer's shared decision counts for both of its parts."""
+    return [groups for layer in plan.layers(shape) for part in PARTS if (groups := layer.groups(part))]
+
+
 def _layer_parameters(shape: ModelShape) -> int:
     heads = shape.num_attention_heads + shape.num_key_value_heads
     return 2 * shape.hidden_size * heads * shape.head_dim + 3 * shape.hidden_size * shape.intermediate_size
@@ -193,7 +216,7 @@ def _adapter_parameters(recipe: Recipe, shape: ModelShape) -> int:
 
 
 def _activation_bytes(
-    recipe: Recipe, shape: ModelShape, groups: int, tokens: int, value_bytes: int, lora: bool
+    recipe: Recipe, shape: ModelShape, plan: RoutingPlan, groups: int, tokens: int, value_bytes: int, lora: bool
 ) -> float:
     """Tensors kept for the backward pass of one micro-batch, plus one chunk of logits."""
     from widecli.model.loss import CHUNK_BYTES
@@ -206,6 +229,7 @@ def _activation_bytes(
     if lora:  # what dropout left of each linear layer's input, and where it dropped
         inputs = 5 * shape.hidden_size + shape.num_attention_heads * shape.head_dim + shape.intermediate_size
         layer += inputs * (value_bytes + 1)
+    layer += _compensation_values(shape, plan) * value_bytes / shape.num_hidden_layers
     if recipe.train.activation_checkpointing:
         kept = shape.num_hidden_layers * shape.hidden_size * value_bytes + layer
     else:
@@ -213,3 +237,12 @@ def _activation_bytes(
     # noise, its slices, masks and their gradients, fp32; of recomputed layers only the masks, which the budget reads
     decisions = groups * 4 * (1 if recipe.train.activation_checkpointing else 6)
     return float(tokens * (kept + decisions) + _CHUNK_LOGITS_COPIES * CHUNK_BYTES)
+
+
+def _compensation_values(shape: ModelShape, plan: RoutingPlan) -> int:
+    """Values a token that compensation keeps for its gradients: a bypass's input and A n twice, the groups skipped."""
+    held = plan.compensation
+    if held is None:
+        return 0
+    bypass = shape.hidden_size + 2 * held.rank if held.rank else 0
+    return sum(bypass + held.mean * groups for groups in _routed_parts(shape, plan))
