@@ -15,7 +15,9 @@ from typing import Any
 import render_kernels
 import render_patterns
 import render_profile
+import render_regrouped
 import render_sweep
+import yaml
 from render_kernels import table
 
 from widecli.report import plots
@@ -29,6 +31,7 @@ from widecli.report.tables import markdown
 HERE = Path(__file__).parent
 PLAIN, ARTICLES, PATTERNS = "smollm2-h200", "smollm2-h200-articles", "smollm2-h200-patterns"
 SWEEP, SCALING, OUTVOTED = "smollm2-h200-sweep", "scaling", "smollm2-h200-outvoted"
+REGROUPED = "smollm2-h200-regrouped"
 KERNELS = ("h200", "h200_decode")  # of the README's table, later ones last
 GROSS = "prunable FLOPs skipped, gross, %"
 HEAD = """# Measured results
@@ -172,6 +175,12 @@ def settings(name: str) -> dict[str, Any]:
     }
 
 
+def regrouped_recipe(name: str) -> dict[str, Any]:
+    """The recipe of one of those runs."""
+    recipe: dict[str, Any] = yaml.safe_load((HERE / REGROUPED / f"calibrate-{name}" / "recipe.yaml").read_text())
+    return recipe
+
+
 def short(records: str, names: tuple[str, ...], text: str) -> list[list[str]]:
     """Rows for the project's README: runs with tasks, few columns."""
     evals, runs = load(records, "eval"), load(records, "calibrate")
@@ -248,6 +257,12 @@ def main() -> None:
         quality(evals, runs),
         ARTICLES_HEAD,
         quality(again, load(ARTICLES, "calibrate")),
+        render_regrouped.HEAD,
+        render_regrouped.finished(load(REGROUPED, "eval"), load(REGROUPED, "calibrate"), regrouped_recipe),
+        render_regrouped.SEARCH_HEAD,
+        render_regrouped.search(HERE / REGROUPED / "search.json"),
+        render_regrouped.CUT_HEAD,
+        render_regrouped.cut_off(HERE / REGROUPED / "cut-off"),
         render_patterns.HEAD,
         render_patterns.quality(load(PATTERNS, "eval") | load(OUTVOTED, "eval")),
         render_patterns.PICTURE,
