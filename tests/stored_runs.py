@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from widecli.evaluate.protocol import PAPER_TASKS
 from widecli.ranks import Ranks
-from widecli.recipe.dialect import dump_yaml
+from widecli.recipe.dialect import dump_yaml, parse_yaml
 from widecli.recipe.load import dump, recipe_hash, resolve
 from widecli.recipe.retired import PATTERN_KEYS
 from widecli.track.summary import completed
@@ -82,8 +80,9 @@ def settings(
 
 def without_later_keys(recipe: str) -> str:
     """The text of a stored recipe as it was before there were grouping, compensation and a share of distillation."""
-    tree = yaml.safe_load(recipe)
-    del tree["routing"]["grouping"], tree["compensation"], tree["train"]["distill"]
+    tree = parse_yaml(recipe)
+    for section, key in ((tree["routing"], "grouping"), (tree, "compensation"), (tree["train"], "distill")):
+        section.pop(key, None)
     return dump_yaml(tree)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from whole_commands import Wide
 
 
@@ -221,6 +222,87 @@ def test_without_a_wandb_login_there_is_a_warning_and_the_run_goes_on(
     assert done.code == 0, done.err
     assert "W&B" in done.err
     assert done.document["steps"] == 1
+
+
+def test_too_little_text_to_regroup_by_says_how_much_is_needed(wide: Wide, tiny_recipe: Path, workplace: Path) -> None:
+    (workplace / "short.txt").write_text("Ten words.")
+    short = ("--data", "short.txt", "data.sequence_length=8", "--run-dir", "r")
+    refused = wide("calibrate", tiny_recipe, *short)
+    refused.refused_with("regrouping 64 channels into 4 groups needs at least 16 tokens", "there were 8")
+    assert not Path("r/summary.json").exists() and not list(Path("r/checkpoints").iterdir())
+    assert wide("calibrate", tiny_recipe, *short, "routing.grouping=contiguous", "--overwrite").code == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["compensation.rank=-1"], ["compensation.rank", "-1"]),
+        (["compensation.rank=33"], ["compensation.rank=33", "between 0 and the hidden size 32"]),
+        (["compensation.mean=perhaps"], ["compensation.mean", "perhaps"]),
+        (["compensation.learning_rate=0"], ["compensation.learning_rate", "above 0"]),
+        (["routing.grouping=sorted"], ["routing.grouping", "sorted", "clustered, contiguous"]),
+        (["--mode", "token", "routing.grouping=clustered"], ["routing.mode=token", "must be contiguous"]),
+        (["train.distill=1.5"], ["train.distill", "1.5"]),
+    ],
+)
+@pytest.mark.parametrize("dry", [True, False])
+def test_groups_and_compensation_that_cannot_be_are_refused(
+    wide: Wide, tiny_recipe: Path, workplace: Path, changes: list[str], words: list[str], dry: bool
+) -> None:
+    wide("calibrate", tiny_recipe, *changes, *(["--dry-run"] if dry else [])).refused_with(*words)
+    assert no_run(workplace)
+
+
+STARTS = [
+    *(["eval", "--no-dense"], ["lora"], ["generate", "--prompt", "a"], ["inspect"]),
+    ["export", "--out", "x", "--merge"],
+]
+
+
+@pytest.mark.parametrize("command", STARTS)
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("channels", lambda t: {"order": t["order"].clamp_min(1)}, ["is damaged", "layer 0 are no permutation"]),
+        ("channels", lambda t: {"order": t["order"][:, :48].clone()}, ["(2, 48)", "another model"]),
+        ("channels", lambda t: {"order": t["order"].long()}, ["torch.int64", "another model"]),
+        ("channels", lambda t: {}, ["lacks its tensor 'order'"]),
+        ("channels", None, ["take another checkpoint"]),
+        ("compensation", lambda t: dict(list(t.items())[1:]), ["does not fit its own plan", "missing 0.attention."]),
+        (
+            "compensation",
+            lambda t: {k: v[:1].clone() for k, v in t.items()},
+            ["does not fit its own plan", "has shape"],
+        ),
+        ("compensation", None, ["take another checkpoint"]),
+    ],
+)
+def test_routing_files_that_do_not_fit_are_named_by_every_command(
+    wide: Wide, run: Any, file: str, change: Any, words: list[str], command: list[str]
+) -> None:
+    path = Path("calibrated/checkpoints/step-000008", f"{file}.safetensors")
+    if change is None:
+        path.unlink()
+    else:
+        save_file(change(load_file(path)), path)
+    name, *options = command
+    wide(name, "calibrated", *options, *(["--run-dir", "r"] if name == "lora" else [])).refused_with(path.stem, *words)
+    assert not Path("x").exists() and not list(Path().glob("r*/**/*.safetensors"))
+    if change is None:
+        assert not Path("runs").exists()  # a file that is missing is seen before anything begins
+
+
+@pytest.mark.parametrize("changes", [[], ["routing.grouping=contiguous"], ["data.validation=null"]])
+def test_activations_that_are_not_finite_are_named(
+    wide: Wide, tiny_recipe: Path, workplace: Path, model_folder: Path, changes: list[str]
+) -> None:
+    shutil.copytree(model_folder, workplace / "broken")
+    weights = load_file(workplace / "broken/model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"].fill_(float("inf"))
+    save_file(weights, workplace / "broken/model.safetensors", metadata={"format": "pt"})
+    options = ("--model", "broken", "--run-dir", "r", *changes)
+    wide("calibrate", tiny_recipe, *options).refused_with("ffn of layer 1 gives NaN or infinity", "check the model")
+    assert not list(Path("r/checkpoints").iterdir())
 
 
 def test_a_plan_that_routes_nothing_is_refused(wide: Wide, tiny_recipe: Path, workplace: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from test_resume import ROUTING
 from whole_commands import BATCH, QUESTIONS, STRONG, Wide, invoke, write_questions, write_recipe
 
 from tiny_models import save_model_folder
@@ -110,10 +111,12 @@ def assert_same_training(one: Path, other: Path, steps: int, loss: float = LOSS)
         assert a.keys() == b.keys()
         for key in a.keys() - {"tokens_per_second"}:
             assert b[key] == pytest.approx(a[key], rel=loss, abs=loss), (key, a["step"])
-    path = Path("checkpoints", f"step-{steps:06d}", "router.safetensors")
-    theirs = load_file(other / path)
-    for key, value in load_file(one / path).items():
-        assert (theirs[key] - value).abs().max() < WEIGHTS, key
+    for name in ROUTING:
+        path = Path("checkpoints", f"step-{steps:06d}", name)
+        theirs = load_file(other / path)
+        for key, value in load_file(one / path).items():
+            # the order of channels is found by one rank: it is the same or another one
+            assert (theirs[key] - value).abs().max() < (WEIGHTS if value.is_floating_point() else 1), key
 
 
 @pytest.mark.slow

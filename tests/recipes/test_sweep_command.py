@@ -126,6 +126,27 @@ def test_every_point_is_calibrated_and_evaluated_and_the_dense_model_once(
     assert both.document["models"] == report.document["models"] and both.document["skipped"] == []
 
 
+def test_points_that_differ_in_grouping_and_compensation_are_runs_of_their_own_and_the_table_shows_the_keys(
+    wide: Wide, tiny_recipe: Path, ran: list[list[str]], workplace: Path
+) -> None:
+    axes = ("--set", "routing.grouping=clustered,contiguous", "--set", "compensation.rank=0,4", "--steps", 1)
+    looked = wide("sweep", tiny_recipe, *axes, "--dry-run", "--json")
+    assert looked.code == 0, looked.err
+    heads = next(line for line in looked.err.splitlines() if "time, about" in line)
+    assert "grouping" in heads and "rank" in heads and "compensation" in looked.err  # a head of two lines
+    assert len({point["recipe_hash"] for point in looked.document["points"]}) == 4
+    done = wide("sweep", tiny_recipe, *axes, "--json")
+    assert done.code == 0, done.err
+    assert len(list(Path("runs").glob("calibrate-*"))) == 4 and done.document["finished"]
+    report = wide("report", done.document["run_dir"], "--format", "csv", "--json")
+    (model,) = report.document["models"]
+    routed = [point for point in model["points"] if point["mode"] == "wide"]
+    assert {(point["grouping"], point["compensation"]) for point in routed} == {
+        (grouping, left) for grouping in ("clustered", "contiguous") for left in ("means", "means and rank 4")
+    }
+    assert len({point["label"] for point in routed}) == 4
+
+
 def test_a_point_with_an_impossible_group_size_fails_alone(
     wide: Wide, tiny_recipe: Path, ran: list[list[str]], workplace: Path
 ) -> None:

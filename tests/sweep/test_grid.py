@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from widecli.errors import UsageError
-from widecli.sweep.grid import calibration_key, check_axes, check_stages, expand, parse_values
+from widecli.sweep.grid import calibration_key, check_axes, check_stages, expand, heads, parse_values
 
 
 @pytest.mark.parametrize(
@@ -121,3 +121,35 @@ def test_a_key_given_twice_and_a_value_that_cannot_be_are_refused() -> None:
         expand(None, [], {}, {"budget.sparsity": [0.5, 1.5]})
     with pytest.raises(UsageError, match="means nothing with"):
         expand(None, ["budget.kind=parts", "budget.ffn=0.3"], {}, {"budget.sparsity": [0.1]})
+
+
+def test_groupings_and_compensations_are_axes_whose_runs_have_names_of_their_own() -> None:
+    from widecli.track.run import run_name
+
+    axes = {
+        "routing.grouping": ["clustered", "contiguous"],
+        "compensation.rank": [0, 8, 32],
+        "compensation.mean": [True, False],
+    }
+    points = expand(None, [], {}, axes)
+    assert len(points) == len({run_name(point.calibration) for point in points}) == 12
+    recipe = points[-1].calibration.recipe
+    assert (recipe.routing.grouping, recipe.compensation.rank, recipe.compensation.mean) == ("contiguous", 32, False)
+    assert heads(list(axes)) == ["grouping", "compensation rank", "means"]
+
+
+def test_modes_without_groups_are_one_point_whatever_the_grouping() -> None:
+    axes = {"routing.mode": ["wide", "token"], "routing.grouping": ["clustered", "contiguous"]}
+    points = expand(None, [], {}, axes)
+    assert [dict(point.values) for point in points] == [
+        {"routing.mode": "wide", "routing.grouping": "clustered"},
+        {"routing.mode": "wide", "routing.grouping": "contiguous"},
+        {"routing.mode": "token"},
+    ]
+    assert points[2].calibration.recipe.routing.grouping == "contiguous"
+    assert points[2].calibration.recipe.compensation.rank == 0
+
+
+def test_axes_that_would_be_called_alike_keep_their_whole_names() -> None:
+    assert heads(["routing.rank", "lora.rank", "budget.sparsity"]) == ["routing.rank", "lora.rank", "S"]
+    assert heads(["lora.rank", "compensation.rank"]) == ["rank", "compensation rank"]

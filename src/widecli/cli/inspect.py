@@ -9,7 +9,6 @@ import typer
 
 from widecli.cli import options
 from widecli.cli.console import console, emit_json, note, stdout_for_document
-from widecli.errors import UsageError
 
 if TYPE_CHECKING:
     from widecli.inspection.observe import Observation
@@ -81,15 +80,13 @@ def run_inspection(
     from widecli.evaluate.texts import check_texts
     from widecli.inspection.observe import observe
     from widecli.inspection.statistics import statistics
-    from widecli.model.checkpoint import resolve, section_of
+    from widecli.model.checkpoint import refuse_incomplete, resolve, section_of
     from widecli.track.run import Run
 
     check_texts([text])
     directory = resolve(checkpoint)
-    stored = directory / "recipe.yaml"
-    if not stored.is_file():
-        raise UsageError(f"{directory} lacks its recipe.yaml; take another checkpoint of the run")
-    recipe = stored.read_text(encoding="utf-8")
+    refuse_incomplete(directory)
+    recipe = (directory / "recipe.yaml").read_text(encoding="utf-8")
     run = Run.create(
         "inspect", inspection_name(directory, text, tokens), recipe_yaml=recipe, run_dir=run_dir, overwrite=overwrite
     )

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from widecli.cli.console import console, note, warn
 from widecli.cli.cost_card import duration
-from widecli.sweep.grid import short, show
+from widecli.sweep.grid import heads, show
 from widecli.sweep.jobs import Job, Plan, State, counted, time_left
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def points_table(plan: Plan, title: str, room: int | None = None) -> Group:
     """One row a point below a line: values, states of the stages. `room`: rows that fit; the busiest are kept."""
     table = Table()
     axes = varying(plan)
-    for key in axes:
-        table.add_column(short(key))
+    for head in heads(axes):
+        table.add_column(head)
     columns = plan.columns()
     for column in columns:
         table.add_column(column)
@@ -127,8 +127,8 @@ def print_grid(plan: Plan, document: dict[str, Any]) -> None:
     """The grid of a dry run with time and memory."""
     table = Table(title="dry run: nothing was loaded or written", title_justify="left")
     axes = varying(plan)
-    for key in axes:
-        table.add_column(short(key))
+    for head in heads(axes):
+        table.add_column(head)
     for heading in ("time, about", "memory, about", *plan.columns()):
         table.add_column(heading)
     for point, jobs, row in zip(plan.points, plan.of_point, document["points"], strict=True):

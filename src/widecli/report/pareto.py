@@ -43,8 +43,9 @@ def fronts(made: Sequence[Point]) -> list[Front]:
     """Every comparison that the points of one model allow: at least one routed configuration has both figures.
 
     Quality is the average accuracy and the retention (for each number of items a task) and each text's perplexity;
-    gain the prunable FLOPs skipped while that was measured, net, gross where some records have no net, and the measured speed-ups at the setting that most
-    configurations share. A text cut to its first windows is left out where the whole text was measured as often.
+    gain the prunable FLOPs skipped while that was measured (net, and gross where some records have no net), and the
+    measured speed-ups at the setting that most configurations share. A text cut to its first windows is left out where
+    the whole text was measured as often.
     """
     if not made:
         return []

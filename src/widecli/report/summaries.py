@@ -61,8 +61,8 @@ def summary_table(made: Sequence[Point]) -> Table:
         columns=tuple(columns),
         rows=tuple(rows),
         caption=f"FLOPs skipped: of what routing may skip, over everything evaluated, {_flops_words(made)}. Of all: "
-        "net. Kept: average accuracy as a share of the dense model's on the same items. ± is the sample standard deviation "
-        "over trainings.",
+        "net. Kept: average accuracy as a share of the dense model's on the same items. ± is the sample standard "
+        "deviation over trainings.",
         row_runs=tuple(point.runs for point in made),
     )
     return table.filled()

@@ -26,12 +26,15 @@ _MOST_VALUES = 1000
 # What a calibration does not read: with these left out, points that differ in them alone share one calibration, and it
 # has the name that `wide calibrate` gives it.
 _LATER = ("lora", "eval.tasks", "eval.limit", "eval.batch_size", "eval.max_length", "eval.perplexity")
-_GROUP_SIZES = ("routing.ffn_group_size", "routing.attention_group_size")  # mean nothing in token and layer mode
+# Mean nothing in token and layer mode, where there are no groups.
+_OF_GROUPS = ("routing.ffn_group_size", "routing.attention_group_size", "routing.grouping")
 _NO_AXIS = ("track", "sweep")
 SHORT_NAMES = {
     "routing.ffn_group_size": "G",
     "budget.sparsity": "S",
     "routing.mode": "mode",
+    "compensation.mean": "means",
+    "compensation.rank": "compensation rank",
     "train.seed": "seed",
     "train.steps": "steps",
 }
@@ -132,7 +135,7 @@ def expand(
     for combination in itertools.product(*axes.values()):
         values = dict(zip(axes, combination, strict=True))
         if values.get("routing.mode", mode) in ("token", "layer"):
-            values = {key: value for key, value in values.items() if key not in _GROUP_SIZES}
+            values = {key: value for key, value in values.items() if key not in _OF_GROUPS}
         point = _point(recipe, overrides, flags, values)
         identity = point.resolved.recipe.model_dump_json(exclude={"track", "sweep"})
         points.setdefault(identity, point)
@@ -187,6 +190,7 @@ def show(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def short(key: str) -> str:
-    """The short name of an axis."""
-    return SHORT_NAMES.get(key, key.rsplit(".", 1)[-1])
+def heads(keys: Sequence[str]) -> list[str]:
+    """The short names of axes; the whole key where two would be called alike."""
+    named = [SHORT_NAMES.get(key, key.rsplit(".", 1)[-1]) for key in keys]
+    return [key if named.count(name) > 1 else name for key, name in zip(keys, named, strict=True)]
