@@ -276,6 +276,8 @@ def main() -> None:
     ]
     (HERE / "README.md").write_text("\n".join(parts))
     insert(HERE.parent / "README.md", "results", readme_table())
+    regrouped = render_regrouped.short(load(REGROUPED, "eval"), evals["s50"])
+    insert(HERE.parent / "README.md", "regrouped", regrouped)
     insert(HERE.parent / "README.md", "sweep", render_sweep.sweep(HERE / SWEEP))
     insert(HERE.parent / "README.md", "scaling", render_sweep.scaling(HERE / SCALING))
     write_pages()

@@ -1,3 +1,3 @@
 """Token-level dynamic width pruning: calibrate, evaluate, measure. See README.md."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

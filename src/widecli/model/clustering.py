@@ -30,7 +30,7 @@ _SWAPS_PER_PAIR = 8  # candidates of one pair of groups in one round
 _LEAST_GAIN = 2e-5  # captured energy that a round must add to go on
 
 
-def cluster_channels(energy: Tensor, width: int, *, seed: int = 0, share: float = 0.5, starts: int = 2) -> Tensor:
+def cluster_channels(energy: Tensor, width: int, *, seed: int = 0, share: float = 0.5, starts: int = 1) -> Tensor:
     """Order the channels so that runs of `width` are groups that the same tokens need.
 
     `energy` [T, C], non-negative, any float dtype: what each channel adds to each token (its square). Only its shares
