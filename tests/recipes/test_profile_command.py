@@ -240,7 +240,8 @@ def test_its_records_become_a_page(
     first = wide(
         "profile", *SHAPE, *shares, "--prompt", 8, "--breakdown", "--compare-hf", "--run-dir", "kept/both", "--json"
     )
-    second = wide("profile", *SHAPE, "--prompt", 8, "--G", 16, "--run-dir", "kept/other", "--json")
+    other = ("--G", 16, "--compensation", "none")
+    second = wide("profile", *SHAPE, "--prompt", 8, *other, "--run-dir", "kept/other", "--json")
     assert first.code == second.code == 0, first.err + second.err
     (workplace / "kept" / "notes.json").write_text('{"both": "launches limit it"}')
     records = render_profile.render(workplace / "kept")
