@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 WORST_RATIO_TO_DENSE = 2.5
 WORST_RATIO_TO_RANDOM = 0.5
 MOST_UNDERSHOOT = 0.05
+_WHAT: Mapping[str, str] = defaultdict(lambda: "of the groups", flops="of the prunable FLOPs (net)")
 
 Arguments = Annotated[
     list[str] | None,
@@ -60,10 +63,10 @@ def run_demo(
     evaluation = run_evaluation(job, evaluated, overwrite=True)
     verdict = judge(evaluation, calibration, random)
     note("")
-    ratio, skipped = verdict["ratio_to_dense"], verdict["skip_rate"]
+    ratio, skipped, of = verdict["ratio_to_dense"], verdict["skipped"], _WHAT[verdict["counted"]]
     note(f"dense perplexity {verdict['dense']:.2f}")
-    note(f"routed perplexity {verdict['routed']:.2f}, {ratio:.2f} times dense, with {skipped:.1%} skipped")
-    note(f"random routers for comparison {random['perplexity']:.2f}, with {random['skip_rate']:.1%} skipped")
+    note(f"routed perplexity {verdict['routed']:.2f}, {ratio:.2f} times dense, with {skipped:.1%} {of} skipped")
+    note(f"random routers for comparison {random['perplexity']:.2f}, with {random['skipped']:.1%} {of} skipped")
     if not tasks:
         note("the seven tasks were left out: their data is neither in --data-root nor on a reachable Hub")
     note(f"everything lies in {calibration['run_dir']} and {evaluation['run_dir']}")
@@ -110,17 +113,21 @@ def random_start(resolved: ResolvedRecipe, run_dir: str, offline: bool) -> dict[
             offline=offline,
         )
     job.routed.detach()
-    return {"perplexity": float(result.value), "skip_rate": trace.skip_rate().mean}
+    seen = trace.summary(recipe.eval.max_length)  # as the evaluation counts
+    return {"perplexity": float(result.value), "skipped": _skipped(seen, recipe.budget.kind)}
+
+
+def _skipped(seen: dict[str, Any], kind: str) -> float:
+    """What was skipped, counted as a budget of that kind counts."""
+    return float(seen["flops_skipped"]["prunable"] if kind == "flops" else seen["skip_rate"]["mean"])
 
 
 def judge(evaluation: dict[str, Any], calibration: dict[str, Any], random: dict[str, float]) -> dict[str, Any]:
-    """Compare the routed perplexity with the dense one and with random routers', and the skip rate with its target."""
+    """Compare the routed perplexity with the dense one and random routers', and what was skipped with its target."""
     key = next(iter(evaluation["perplexity"]))
     routed, dense = evaluation["perplexity"][key], evaluation["dense"]["perplexity"][key]
-    skipped, target = (
-        evaluation["skip_by_text"][key.split("/")[0]]["skip_rate"]["mean"],
-        calibration["budget"]["sparsity"],
-    )
+    kind, target = calibration["budget"]["kind"], calibration["budget"]["sparsity"]
+    skipped = _skipped(evaluation["skip_by_text"][key.split("/")[0]], kind)
     failures = []
     if not routed < WORST_RATIO_TO_DENSE * dense:
         failures.append(f"routed perplexity {routed:.2f} is not below {WORST_RATIO_TO_DENSE} x dense ({dense:.2f})")
@@ -135,7 +142,8 @@ def judge(evaluation: dict[str, Any], calibration: dict[str, Any], random: dict[
         "routed": routed,
         "dense": dense,
         "ratio_to_dense": routed / dense,
-        "skip_rate": skipped,
+        "skipped": skipped,
+        "counted": kind,
         "sparsity": target,
         "random": random,
         "failures": failures,
