@@ -190,10 +190,10 @@ def test_the_environment_is_recorded() -> None:
 @pytest.mark.parametrize(
     ("overrides", "middle"),
     [
-        ((), "smollm2-135m-wide-s25-g64-"),
+        ((), "smollm2-135m-wide-s21-g64-"),
         (("budget.sparsity=0.125", "routing.ffn_group_size=32"), "smollm2-135m-wide-s12.5-g32-"),
-        (("model.name=meta-llama/Llama-3.2-3B", "routing.mode=token"), "llama-3.2-3b-token-s25-g64-"),
-        (("model.name=./my models/x/",), "x-wide-s25-g64-"),
+        (("model.name=meta-llama/Llama-3.2-3B", "routing.mode=token"), "llama-3.2-3b-token-s21-g64-"),
+        (("model.name=./my models/x/",), "x-wide-s21-g64-"),
         (("budget.kind=parts", "budget.ffn=0.5"), "smollm2-135m-wide-sf50-g64-"),
         (("budget.kind=parts", "budget.ffn=0.5", "budget.attention=0.25"), "smollm2-135m-wide-sa25f50-g64-"),
     ],

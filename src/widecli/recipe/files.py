@@ -90,17 +90,21 @@ def read_with_base(path: Path, provenance: dict[str, str], seen: tuple[Path, ...
 
 
 def as_stored(tree: Tree) -> Tree:
-    """A run's recipe with what it meant where it is older than a key: contiguous groups, no compensation.
+    """A run's recipe with what it meant where it is older than a key, or a default: contiguous groups, no compensation
+    and no distillation, a budget of rates.
 
     Such a recipe is written whole, so a key that it lacks is one that did not exist.
     """
-    routing, compensation = tree.get("routing"), tree.get("compensation")
-    routing = {"grouping": "contiguous", **routing} if isinstance(routing, dict) else {"grouping": "contiguous"}
-    if compensation is None:
-        compensation = dict(NO_COMPENSATION)
-    train = tree.get("train")
-    train = {"distill": 0.0, **train} if isinstance(train, dict) else {"distill": 0.0}
-    return {**tree, "routing": routing, "compensation": compensation, "train": train}
+    before: Tree = {
+        "routing": {"grouping": "contiguous"},
+        "compensation": dict(NO_COMPENSATION),
+        "budget": {"kind": "rate"},
+        "train": {"distill": 0.0},
+    }
+    found = {name: section if section is not None else {} for name, section in tree.items()}
+    if isinstance(found.get("compensation"), dict):  # the section came whole: what it lacks is at its default
+        before.pop("compensation")
+    return _merge(before, found)
 
 
 def is_stored(path: Path) -> bool:
