@@ -69,6 +69,7 @@ def compiled(kernel: Any, types: str, values: dict[str, Any], target: GPUTarget)
         "narrowest_add": min(adds, default=0),
         "16-byte loads": loads,
         "copied": copied(binary.asm["ttgir"]),
+        "overwritten": overwritten(binary.asm["ttgir"]),
     }
 
 
@@ -82,6 +83,57 @@ def copied(ir: str) -> list[bool]:
             held = math.prod(map(int, re.findall(r"\d+", layouts[layout].split("order")[0])))
             found.append(held > math.prod(map(int, shape.split("x"))))
     return found
+
+
+def overwritten(ir: str) -> list[str]:
+    """Buffers of load pipelines that are filled anew while a product of the tensor cores may still read them.
+
+    A buffer has so many slots, and so many are filled ahead of the loop. A copy of step i fills the slot of step
+    i + ahead. Products are in flight until a wait lets at most `pendings` of them be, from one step to the next.
+    """
+    buffer = r"%([\w#]+) = ttg.local_alloc : \(\) -> !ttg.memdesc<(\d+)x"
+    part = r"%([\w#]+) = ttg.memdesc_(?:index|trans|reshape|subslice) %([\w#]+)"
+    copy = r"ttg.async_copy_global_to_local %[\w#]+, %([\w#]+)"
+    slots: dict[str, int] = {}
+    buffer_of: dict[str, str] = {}
+    ahead: dict[str, int] = {}
+    found = set()
+    lines = ir.splitlines()
+    loops = [i for i, line in enumerate(lines) if " scf.for " in line]
+    for i, line in enumerate(lines):
+        if match := re.search(buffer, line):
+            slots[match[1]] = int(match[2])
+            buffer_of[match[1]] = match[1]
+        elif match := re.search(part, line):
+            buffer_of[match[1]] = buffer_of.get(match[2], "")
+        elif match := re.search(copy, line):
+            name = buffer_of[match[1]]
+            ahead[name] = ahead.get(name, 0) + (not any(first < i < end_of(lines, first) for first in loops))
+    for first in loops:
+        body = lines[first + 1 : end_of(lines, first)]
+        if any(" scf.for " in line for line in body):
+            continue
+        flying: list[tuple[int, set[str]]] = []  # products: their step, what they read
+        for step in range(3):
+            for line in body:
+                if match := re.search(r"ttng.warp_group_dot (.*) \{?", line):
+                    names = re.findall(r"%([\w#]+)", match[1])
+                    reads = {buffer_of.get(name, "") for name in names} - {""}
+                    flying.append((step, reads))
+                elif match := re.search(r"warp_group_dot_wait.*pendings = (\d+)", line):
+                    flying = flying[len(flying) - min(int(match[1]), len(flying)) :]
+                elif match := re.search(copy, line):
+                    name = buffer_of[match[1]]
+                    for of, reads in flying:
+                        if name in reads and (step + ahead[name] - of) % slots[name] == 0:
+                            found.add(name)
+    return sorted(found)
+
+
+def end_of(lines: list[str], first: int) -> int:
+    """The line that closes the block which the line `first` opens."""
+    indent = re.match(r" *", lines[first])[0]  # type: ignore[index]
+    return next(i for i in range(first + 1, len(lines)) if lines[i].startswith(indent + "}"))
 
 
 def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:

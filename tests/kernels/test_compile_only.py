@@ -73,3 +73,40 @@ def test_one_row_reads_weights_16_bytes_at_a_time(compiled: dict[str, Any]) -> N
 def test_no_two_threads_poll_the_same_word(compiled: dict[str, Any]) -> None:
     for name in ("norm_route 1", "norm_route 1 bypass", "norm_route in pieces 1", "norm_route in pieces 1 bypass"):
         assert compiled["kernels"][f"{name} bfloat16"]["copied"] == [False, False]  # the first look, and in the loop
+
+
+def test_no_copy_lands_in_what_products_in_flight_still_read(compiled: dict[str, Any]) -> None:
+    # The compiler's own pipelines do so where threads read a tile that tensor cores read, too.
+    found = {name: k["overwritten"] for name, k in compiled["kernels"].items() if k.get("overwritten")}
+    assert found == {}
+
+
+def test_a_copy_into_what_products_in_flight_read_is_found() -> None:
+    sys.path.insert(0, str(Path(__file__).parent))
+    from compile_only import overwritten
+
+    def pipeline(slots: int, wait: str) -> str:
+        return f"""
+    %ring = ttg.local_alloc : () -> !ttg.memdesc<{slots}x64x64xbf16, #shared, #smem, mutable>
+    %first = ttg.memdesc_index %ring[%c0] : !ttg.memdesc<{slots}x64x64xbf16> -> !ttg.memdesc<64x64xbf16>
+    %token = ttg.async_copy_global_to_local %pointers, %first mask %known : tensor<64x64x!tt.ptr<bf16>>
+    %second = ttg.memdesc_index %ring[%c1] : !ttg.memdesc<{slots}x64x64xbf16> -> !ttg.memdesc<64x64xbf16>
+    %more = ttg.async_copy_global_to_local %pointers, %second mask %known : tensor<64x64x!tt.ptr<bf16>>
+    %sum:2 = scf.for %i = %c0 to %c8 step %c1 iter_args(%acc = %zeros) -> (tensor<64x32xf32, #mma>)  : i32 {{
+      %here = ttg.memdesc_index %ring[%i] : !ttg.memdesc<{slots}x64x64xbf16> -> !ttg.memdesc<64x64xbf16>
+      %next = ttng.warp_group_dot %here, %weight, %acc {{isAsync = true}} : !ttg.memdesc<64x64xbf16>
+      {wait}
+      %there = ttg.memdesc_index %ring[%k] : !ttg.memdesc<{slots}x64x64xbf16> -> !ttg.memdesc<64x64xbf16>
+      %last = ttg.async_copy_global_to_local %pointers, %there mask %known : tensor<64x64x!tt.ptr<bf16>>
+      scf.yield %next : tensor<64x32xf32, #mma>
+    }}
+"""
+
+    def waited(pendings: int) -> str:
+        return f"%done = ttng.warp_group_dot_wait %next {{pendings = {pendings} : i32}} : tensor<64x32xf32, #mma>"
+
+    assert overwritten(pipeline(2, waited(0))) == []
+    assert overwritten(pipeline(2, waited(1))) == ["ring"]
+    assert overwritten(pipeline(2, "")) == ["ring"]
+    assert overwritten(pipeline(3, waited(1))) == []
+    assert overwritten(pipeline(3, "")) == ["ring"], "the one of the step before is in flight, too"

@@ -171,6 +171,10 @@ def chunk_kernel(
             tile = tl.load(x + offset + i * BK, mask=known, other=0.0)
             full = tile.to(tl.float32)
             square += full * full
+            if RB > 0:
+                known = (by < RB)[None, :] & (d < D)[:, None]
+                up = tl.load(bypass + by[None, :] * D + d[:, None], mask=known, other=0.0)
+                around = tl.dot(tile, up, around, input_precision="ieee")
             known = (rank < R)[None, :] & (d < D)[:, None]
             weights = w1 + rank[None, :] * D + d[:, None]
             if PARTS == 3:
@@ -184,10 +188,10 @@ def chunk_kernel(
                     acc = tl.dot(full, low, acc, input_precision="tf32")
                 else:
                     acc = tl.dot(full, down, acc, input_precision="ieee")
-            if RB > 0:
-                known = (by < RB)[None, :] & (d < D)[:, None]
-                up = tl.load(bypass + by[None, :] * D + d[:, None], mask=known, other=0.0)
-                around = tl.dot(tile, up, around, input_precision="ieee")
+            # All products must be over here. Where products and threads read one tile, Triton (3.6 to 3.9, on Hopper)
+            # keeps no slot of its pipeline free for products in flight: the next copy would land in what they read.
+            # So the last one's result is used at once, for what the compiler cannot know to be the same.
+            acc = tl.where(rows > 0, acc, 0.0)
         tl.store(squares + chunk * rows + row, tl.sum(square, 1), mask=inside)
         tl.store(hidden + (chunk * rows + row)[:, None] * RP + rank[None, :], acc, mask=inside[:, None])
         if RB > 0:
