@@ -22,6 +22,7 @@ from wide_kernels import compaction
 from wide_kernels.attention_decode import triton as decode_kernels
 from wide_kernels.attention_prefill import configs as prefill_configs
 from wide_kernels.attention_prefill import triton as prefill_kernels
+from wide_kernels.compensate import configs as compensate_configs
 from wide_kernels.compensate import triton as compensate_kernels
 from wide_kernels.gemm_k import configs as k_configs
 from wide_kernels.gemm_k import few_rows as k_few
@@ -193,11 +194,13 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
             f"{p} {p} {p} {p} *fp32 *i32 *u8 {p} {p} i32 i32",
             sizes | {"PRECISION": precision} | k_few.rows_config(rows, D, F, G, dtype, ANYWHERE),
         )
-    found["operand_compensate"] = (
-        compensate_kernels.operand_kernel,
-        f"*u8 {p} {p} i32",
-        {"N_G": GROUPS, "RB": BYPASS, "P": STANDING, "NP": 128, "PP": 256, "BM": compensate_kernels.ROWS_AT_ONCE},
-    )
+    for rows in (1024, T):
+        sizes = standing[" standing"] | {"N": D, "N_G": GROUPS, "NP": 128, "HAS_RESIDUAL": True, "EARLY": rows < T}
+        found[f"tile_compensate {rows}"] = (
+            compensate_kernels.tile_kernel,
+            f"{p} {p} *u8 {p} {p} i32",
+            sizes | {"PRECISION": precision} | compensate_configs.tile_config(rows, D, STANDING, dtype, ANYWHERE),
+        )
     norm: dict[str, Any] = {"D": D, "R": RANK, "RP": RANK, "NORMALISED": True, "TAP_EPS": 1e-6, "HALVES": "both"}
     norm["PARTS"] = 1 if dtype is torch.float32 else 2
     norm["N_G"] = GROUPS

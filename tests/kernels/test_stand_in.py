@@ -147,7 +147,7 @@ def test_compensate_adds_what_gemm_k_does(rows: int, groups: int, rank: int, col
     zeros = torch.zeros(rows, groups * 16, dtype=dtype, device=DEVICE)
     expected = wk.gemm_k(zeros, given["weight"], residual=residual, mask=mask, stand_in=stand_in, backend="torch")
     before = residual.clone()
-    for form in ({"mask": mask}, {"layout": wk.route_layout(mask)}):
+    for form in ({"mask": mask}, {"layout": wk.route_layout(mask)}, {"mask": mask, "early": True}):
         y = wk.compensate(residual, stand_in, **form, backend="triton")
         torch.testing.assert_close(y, expected, **CLOSE[dtype])
     assert torch.equal(residual, before)

@@ -173,7 +173,7 @@ class Layer:
             if not self.projects_whole(len(x)):
                 return wk.gemm_k(h, linear.weight, residual=x, stand_in=stand_in, early=True, **route.arguments)
             if stand_in is not None:
-                x = wk.compensate(x, stand_in, **route.arguments)
+                x = wk.compensate(x, stand_in, early=True, **route.arguments)
         elif self._by_our_own(x):
             return wk.gemm_k(h, linear.weight, residual=x, mask=step.cache.everything[:1], early=True)
         return x.addmm_(h, linear.weight.t())
