@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tiny_models import random_ids, tiny_model, tiny_plan
+from widecli.errors import UsageError
 from widecli.model.budget import Budget
 from widecli.model.plan import LayerOverride, RoutingPlan
 from widecli.model.routed import RoutedModel
@@ -276,3 +277,11 @@ def test_first_order_scores_are_the_squared_gradients_of_the_loss_towards_the_ga
             down = loss_with(key, token, group, size, -step)
             found = gradients[key][0, token, group].item()  # type: ignore[index]
             assert found == pytest.approx((up - down) / (2 * step), rel=0.03, abs=3e-3)
+
+
+def test_a_model_that_gives_nan_is_named_before_anything_is_solved() -> None:
+    model = tiny_model()
+    model.model.layers[0].mlp.down_proj.weight[3, 5] = float("nan")
+    routed = RoutedModel.attach(model, tiny_plan())
+    with pytest.raises(UsageError, match=r"NaN or infinity on this text .*the attention of layer"):
+        closed_form(routed, [(random_ids(2, 16), None)], Budget("rate", 0.5))

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from widecli.errors import UsageError
 from widecli.model.budget import Budget
 from widecli.model.cost import part_parameters
 from widecli.model.loss import next_token_loss
@@ -137,12 +138,24 @@ def closed_form(
     for index in range(settings.rounds):
         say(f"statistics, pass {index + 1} of {settings.rounds}")
         moments = _collect(routed, batches, settings.first_order_weight, under_routing=index > 0)
+        _refuse_what_is_not_finite(routed, moments)
         with torch.no_grad():
             for decision, m in moments.items():
                 _set_scores(decision.router, m, settings, thresholds[decision])
         moved = meet(routed, sample, solve, passes=settings.threshold_passes, unrouted=index == 0, say=say)
         for decision, shift in moved.items():
             thresholds[decision] += shift / 2 / settings.scale  # half of a margin is the execute logit
+
+
+def _refuse_what_is_not_finite(routed: RoutedModel, moments: dict[Decision, _Moments]) -> None:
+    """Raise UsageError naming the first layer whose residual stream or scores are NaN or infinite."""
+    for (index, part), decision in routed.decisions.items():
+        m = moments[decision]
+        if not bool(m.xx.isfinite().all() & m.xs.isfinite().all()):
+            raise UsageError(
+                f"the model gives NaN or infinity on this text (first seen at the {part} of layer {index}); check its "
+                f"weights, or try model.dtype=float32"
+            )
 
 
 def _set_scores(router: Router, moments: _Moments, settings: WarmStart, threshold: float) -> None:
