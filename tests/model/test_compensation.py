@@ -119,7 +119,10 @@ def test_the_mask_has_a_gradient_through_what_stands_in() -> None:
     with routed.probing(open_gates=True), torch.enable_grad():
         routed.backbone(input_ids=ids).logits.square().sum().backward()  # type: ignore[operator]
         with_means = [d.probe.grad.clone() for d in routed.decisions.values()]  # type: ignore[union-attr]
-    with routed.uncompensated(), routed.probing(open_gates=True), torch.enable_grad():
+    with torch.no_grad():
+        for parameter in routed.compensations.parameters():
+            parameter.zero_()
+    with routed.probing(open_gates=True), torch.enable_grad():
         routed.backbone(input_ids=ids).logits.square().sum().backward()  # type: ignore[operator]
         without = [d.probe.grad.clone() for d in routed.decisions.values()]  # type: ignore[union-attr]
     assert all(not torch.allclose(a, b) for a, b in zip(with_means, without, strict=True))

@@ -64,7 +64,6 @@ class Substitute:
     def __init__(self, compensation: Compensation, decision: Decision) -> None:
         self.compensation = compensation
         self.decision = decision
-        self.active = True
         self.reduced: Tensor | None = None
 
 
@@ -83,14 +82,14 @@ def _apply(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor] | None:
 
 def _reduce(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
     substitute = cast(Substitute, getattr(module, _SUBSTITUTE))
-    if substitute.decision.active and substitute.active:
+    if substitute.decision.active:
         substitute.reduced = substitute.compensation.reduced(output)
 
 
 def _substitute(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
     substitute = cast(Substitute, getattr(module, _SUBSTITUTE))
     mask = substitute.decision.mask
-    if not substitute.decision.active or not substitute.active or mask is None:
+    if not substitute.decision.active or mask is None:
         return None
     added: Tensor = substitute.compensation(mask, substitute.reduced, output.dtype)
     return output + added
@@ -271,18 +270,6 @@ class RoutedModel:
         finally:
             for decision, active in zip(decisions, before, strict=True):
                 decision.active = active
-
-    @contextmanager
-    def uncompensated(self) -> Iterator[None]:
-        """Let skipped groups add nothing inside the block, whatever the plan has for them."""
-        before = [s.active for s in self.substitutes.values()]
-        for substitute in self.substitutes.values():
-            substitute.active = False
-        try:
-            yield
-        finally:
-            for substitute, active in zip(self.substitutes.values(), before, strict=True):
-                substitute.active = active
 
     @contextmanager
     def probing(self, open_gates: bool) -> Iterator[None]:

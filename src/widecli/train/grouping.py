@@ -1,7 +1,7 @@
 """What calibration learns of the dense model before anything routes: which channels belong together, and their means.
 
 Both come from the same passes over the training text. They are found once, on the first rank, and kept in the user's
-cache: every run of a sweep on the same backbone and text begins with the same groups, whatever device it runs on.
+cache: every run of a sweep on the same backbone, dtype and text begins with the same groups.
 """
 
 from __future__ import annotations
@@ -127,6 +127,5 @@ def _write(file: Path, order: Tensor, means: Means) -> None:
     from safetensors.torch import save
 
     tensors = {f"{index}.{part}": mean.cpu().contiguous() for (index, part), mean in means.items()}
-    with contextlib.suppress(OSError, WideError):  # without a cache the next run takes a minute longer, nothing else
-        file.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(WideError):  # without a cache the next run takes a minute longer, nothing else
         write_bytes(file, save({"order": order.contiguous(), **tensors}))
