@@ -194,8 +194,10 @@ def test_a_part_without_compensation_adds_nothing() -> None:
     pair = make_pair(routed=True, plan=COMPENSATED)
     assert pair.routed is not None
     del pair.routed.compensations["0"]["attention"], pair.routed.compensations["1"]  # type: ignore[attr-defined]
-    for key in ((0, "attention"), (1, "attention"), (1, "ffn")):
-        pair.routed.substitutes[key].active = False  # type: ignore[index]
+    with torch.no_grad():
+        for key in ((0, "attention"), (1, "attention"), (1, "ffn")):
+            for parameter in pair.routed.substitutes[key].compensation.parameters():  # type: ignore[index]
+                parameter.zero_()  # the reference still has it
     engine = Pair(pair.model, pair.routed).engine
     ids = random_ids(2, 9)
     torch.testing.assert_close(engine.session(2, 9).prefill(ids), pair.reference(ids)[:, -1], rtol=0, atol=1e-4)
