@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import math
 import os
@@ -11,7 +12,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,20 @@ def try_lock(file: Path) -> int | None:
             return handle
         os.close(handle)  # whoever had it has taken it away meanwhile
     raise WideError(f"{file} cannot be locked, it is taken away each time: name another folder with --run-dir.")
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def changed_file(folder: Path, checksums: Mapping[str, str], names: Iterable[str]) -> str | None:
+    """The first of the named files whose content is not what its checksum says; one without a checksum is not asked."""
+    for name in names:
+        if name in checksums and checksum(folder / name) != checksums[name]:
+            return name
+    return None
 
 
 def _sync(path: Path) -> None:

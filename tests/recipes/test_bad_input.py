@@ -298,7 +298,7 @@ def test_activations_that_are_not_finite_are_named(
 ) -> None:
     shutil.copytree(model_folder, workplace / "broken")
     weights = load_file(workplace / "broken/model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"].fill_(float("inf"))
+    weights["model.layers.1.mlp.up_proj.weight"].fill_(1e38)  # finite, but no sum of them is
     save_file(weights, workplace / "broken/model.safetensors", metadata={"format": "pt"})
     options = ("--model", "broken", "--run-dir", "r", *changes)
     wide("calibrate", tiny_recipe, *options).refused_with("ffn of layer 1 gives NaN or infinity", "check the model")

@@ -26,6 +26,7 @@ def calibrate(
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
     offline: options.Offline = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     nproc: options.Nproc = None,
     dry_run: options.DryRun = False,
     json: options.Json = False,
@@ -35,6 +36,7 @@ def calibrate(
     Without a recipe: the embedded SmolLM2-135M, at a size that suits this machine.
     """
     offline = options.go_offline(offline)
+    options.trust_remote_code(trust_remote_code)
     with processes(None if dry_run else nproc), stdout_for_document(json):
         resolved = options.recipe_from(
             arguments,

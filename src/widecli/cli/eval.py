@@ -40,6 +40,7 @@ def eval(
     run_dir: options.RunDir = None,
     overwrite: options.Overwrite = False,
     offline: options.Offline = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     nproc: options.Nproc = None,
     dry_run: options.DryRun = False,
     json: options.Json = False,
@@ -49,6 +50,7 @@ def eval(
     With --model and no checkpoint: that dense model alone.
     """
     offline = options.go_offline(offline)
+    options.trust_remote_code(trust_remote_code)
     with processes(None if dry_run else nproc), stdout_for_document(json):
         flags = {"tasks": tasks, "limit": limit, "data_root": data_root, "run_dir": run_dir, "model": model}
         job, resolved = prepare(arguments, flags, with_dense=dense, offline=offline)

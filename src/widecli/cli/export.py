@@ -36,6 +36,7 @@ def export(
     model: options.Model = None,
     overwrite: options.Overwrite = False,
     offline: options.Offline = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
     """Write a checkpoint as a folder of its own, with a model card that holds what its runs measured.
@@ -44,6 +45,7 @@ def export(
     routing. Without, routing and adapter alone, which need their base model. `wide eval FOLDER` takes both.
     """
     options.go_offline(offline)
+    options.trust_remote_code(trust_remote_code)
     with stdout_for_document(json):
         document = run_export(
             find(checkpoint), out.expanduser(), merge=merge, dtype=dtype, model=model, overwrite=overwrite

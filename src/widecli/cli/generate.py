@@ -53,6 +53,7 @@ def generate(
     dense: Dense = False,
     model: options.Model = None,
     offline: options.Offline = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
     """Continue a prompt. The text goes to stdout as it comes; speed and the share skipped go to stderr.
@@ -62,6 +63,7 @@ def generate(
     from widecli.engine.sampling import Sampling
 
     options.go_offline(offline)
+    options.trust_remote_code(trust_remote_code)
     with stdout_for_document(json):
         text = _prompt(prompt, prompt_file)
         sampling = Sampling(temperature, top_p, seed)

@@ -39,6 +39,7 @@ def inspect(
     run_dir: options.RunDir = None,
     overwrite: options.Overwrite = False,
     offline: options.Offline = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
     """Show what the routers decide on a text: skip rates by layer and group, which words run, constant groups, entropy,
@@ -46,6 +47,7 @@ def inspect(
     skipped groups leave beside what they would have added.
     """
     offline = options.go_offline(offline)
+    options.trust_remote_code(trust_remote_code)
     with stdout_for_document(json):
         from widecli.cli.report import chosen_formats, drawable
 

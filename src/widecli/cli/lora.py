@@ -42,6 +42,7 @@ def lora(
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
     offline: options.Offline = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     nproc: options.Nproc = None,
     dry_run: options.DryRun = False,
     json: options.Json = False,
@@ -51,6 +52,7 @@ def lora(
     Without a recipe: the calibration's own text, steps and budget, at its last temperature.
     """
     offline = options.go_offline(offline)
+    options.trust_remote_code(trust_remote_code)
     with processes(None if dry_run else nproc), stdout_for_document(json):
         flags = {
             "model": model,

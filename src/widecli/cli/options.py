@@ -95,6 +95,12 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue an existing run
 Offline = Annotated[
     bool, typer.Option("--offline", help="Use only what is on this machine, never the Hub.", rich_help_panel=_RUN)
 ]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run Python code that comes with the model, if it has any.", rich_help_panel=_RUN
+    ),
+]
 
 FLAG_KEYS: Mapping[str, str] = {
     "model": "model.name",
@@ -213,3 +219,11 @@ def go_offline(offline: bool) -> bool:
         os.environ["HF_HUB_OFFLINE"] = "1"
         os.environ["HF_DATASETS_OFFLINE"] = "1"
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def trust_remote_code(trusted: bool) -> None:
+    """Lets Python code that comes with a model run, in this process and in those that it starts; else it never does."""
+    if trusted:
+        from widecli.model.pretrained import TRUST_REMOTE_CODE
+
+        os.environ[TRUST_REMOTE_CODE] = "1"

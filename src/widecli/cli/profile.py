@@ -102,6 +102,7 @@ def profile(
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
     offline: options.Offline = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     dry_run: options.DryRun = False,
     json: options.Json = False,
 ) -> None:
@@ -110,6 +111,7 @@ def profile(
     A checkpoint runs its own decisions on real text; --masks random, --shape and --model run random masks.
     """
     offline = options.go_offline(offline)
+    options.trust_remote_code(trust_remote_code)
     with stdout_for_document(json):
         from widecli.cli.profile_run import recorded_at, run_profile, standing
         from widecli.profiling.request import Flags, read
@@ -162,7 +164,7 @@ def _by_itself(flags: Flags) -> Flags:
     """The newest checkpoint, else the embedded model."""
     from dataclasses import replace
 
-    from widecli.model.backbone import EMBEDDED
+    from widecli.model.shapes import EMBEDDED
 
     found = options.newest_checkpoint()
     if found is not None:

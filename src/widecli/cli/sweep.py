@@ -43,6 +43,7 @@ def sweep(
     max_jobs: sweep_options.MaxJobs = None,
     sbatch: sweep_options.Sbatch = None,
     offline: options.Offline = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     dry_run: options.DryRun = False,
     json: options.Json = False,
 ) -> None:
@@ -55,6 +56,7 @@ def sweep(
     from widecli.cli.sweep_run import end, run_sweep
 
     offline = options.go_offline(offline)
+    options.trust_remote_code(trust_remote_code)
     with stdout_for_document(json):
         flags: dict[str, Any] = {"model": model, "data": data, "steps": steps, "tasks": tasks, "limit": limit}
         flags |= {"data_root": data_root, "wandb": wandb, "run_dir": run_dir}

@@ -15,7 +15,7 @@ from torch import Tensor
 from widecli.errors import WideError
 from widecli.model import checkpoint
 from widecli.model.backbone import Backbone
-from widecli.model.identity import BackboneIdentity, config_hash, weights_hash
+from widecli.model.identity import BackboneIdentity, weights_hash
 from widecli.model.routed import RoutedModel
 from widecli.storage import atomic_directory
 
@@ -78,7 +78,7 @@ def export_merged(
         check = _compare(before, _predict(routed, ids), model.dtype)
         _refuse_difference(check, *TOLERANCE[model.dtype])
     routed.detach()
-    merged = BackboneIdentity(out.name, None, config_hash(model.config), weights_hash(model))
+    merged = BackboneIdentity.of(out.name, None, model.config, weights_hash(model))
     with atomic_directory(out) as scratch:
         model.save_pretrained(scratch)
         backbone.tokenizer.save_pretrained(scratch)

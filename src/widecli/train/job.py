@@ -182,7 +182,7 @@ def load_material(recipe: Recipe, note: Note, offline: bool) -> tuple[Backbone, 
     backbone = load_sharded(recipe.model, sharding, ranks) if sharding else load_backbone(recipe.model)
     check_plan(recipe, backbone)  # before the text: preparing it can take long
     identity = backbone.identity
-    name = f"{identity.id}@{identity.revision}#{identity.weights_hash}"
+    name = f"{identity.id}@{identity.revision}#{identity.fingerprint}"
     source = open_source(
         recipe.data.source,
         section=recipe.data,

@@ -1,0 +1,24 @@
+"""NaN and infinity in weights: found once, when they are read, and named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Name of the first floating-point tensor that holds NaN or infinity, or None.
+
+    One pass that allocates nothing (minimum and maximum, which carry NaN), and one wait for the device.
+    """
+    names: list[str] = []
+    ends: list[Tensor] = []
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and tensor.numel():
+            names.append(name)
+            ends.append(torch.stack(torch.aminmax(tensor)).float())
+    finite = torch.isfinite(torch.stack(ends)).all(dim=1).tolist() if ends else []
+    return next((name for name, is_finite in zip(names, finite, strict=True) if not is_finite), None)
