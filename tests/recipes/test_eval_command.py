@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -203,3 +204,61 @@ def test_nothing_to_evaluate_is_said(wide: Wide, run: Outcome) -> None:
 def test_tasks_that_are_not_on_this_machine_are_refused_offline(wide: Wide, run: Outcome, questions: Path) -> None:
     wide("eval", "calibrated", "--tasks", "piqa", "--data-root", questions, "--offline").refused_with("piqa")
     assert not list(Path("runs").glob("eval-*")) if Path("runs").exists() else True
+
+
+def change_rope(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace("10000.0", "100.0"))
+
+
+def change_tokenizer(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "normalizer": {"type": "Lowercase"}}))
+
+
+@pytest.mark.parametrize("change", [change_rope, change_tokenizer])
+def test_a_model_changed_in_place_is_measured_anew(
+    wide: Wide, workplace: Path, model_folder: Path, held_out: Path, change: Callable[[Path], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    shutil.copytree(model_folder, workplace / "m")
+    asked = ("--model", "m", f"eval.perplexity={held_out}", "eval.perplexity_window=64", "--json")
+
+    def measured(run: str) -> dict[str, float]:
+        done = wide("eval", *asked, "--run-dir", run)
+        assert done.code == 0, done.err
+        found: dict[str, float] = done.document["perplexity"]
+        return found
+
+    before = measured("e1")
+    assert measured("e2") == before
+    change(workplace / "m")
+    changed = measured("e3")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(workplace / "another-cache"))
+    assert changed == measured("e4") != before
+
+
+def test_a_document_changed_in_place_is_measured_anew(
+    wide: Wide, run: Outcome, questions: Path, monkeypatch: pytest.MonkeyPatch, workplace: Path
+) -> None:
+    asked = ("eval", "calibrated", "--tasks", "openbookqa", "--data-root", questions, "--offline", "eval.perplexity=[]")
+    first = wide(*asked, "--run-dir", "e1", "--json").document["dense"]
+    assert wide(*asked, "--run-dir", "e2", "--json").document["dense"]["from_cache"]
+    path = questions / "allenai/openbookqa/main/test.jsonl"
+    text = path.read_text()
+    path.write_text(text.replace('"answerKey": "A"', '"answerKey": "D"'))
+    assert path.stat().st_size == len(text)
+    again = wide(*asked, "--run-dir", "e3", "--json").document["dense"]
+    assert not first["from_cache"] and not again["from_cache"]
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning(
+    wide: Wide, run: Outcome, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workplace / "a-file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(workplace / "a-file"))
+    done = wide("eval", "calibrated", "--json")
+    assert done.code == 0, done.err
+    assert done.document["dense"]["perplexity"] and not done.document["dense"]["from_cache"]
+    (warning,) = [line for line in done.err.splitlines() if line.startswith("warning: ")]
+    assert "The dense result cannot be stored in" in warning and "Not a directory" in warning

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from widecli.errors import UsageError
+from widecli.errors import UsageError, WideError
 from widecli.evaluate.backoff import release_memory
-from widecli.evaluate.dense_cache import DenseCache
+from widecli.evaluate.dense_cache import DenseCache, dense_key
 from widecli.evaluate.harness import run_tasks
 from widecli.evaluate.perplexity import measure_perplexity
 from widecli.evaluate.protocol import EvalProtocol
@@ -103,23 +103,25 @@ class _Measurement:
         self.tasks = tasks
         self.note = note
         self.store = store
-        self.protocol = EvalProtocol.from_section(job.section)
 
     def dense(self) -> dict[str, Any]:
-        """The dense model's figures, from the cache when the same protocol has been measured before."""
-        dtype = str(self.backbone.model.dtype).removeprefix("torch.")
-        # a moved or renamed folder with the same weights is the same model
-        identity = {k: v for k, v in asdict(self.backbone.identity).items() if k in ("config_hash", "weights_hash")}
-        cacheable = identity["weights_hash"] is not None
-        stored = current().from_first(DenseCache().load(identity, dtype, self.protocol) if cacheable else None)
+        """The dense model's figures, from the cache when the very same has been measured before."""
+        cache, key, stored = DenseCache(), None, None
+        if current().is_first:
+            key = dense_key(self.backbone, self.job.section, self.tasks, offline=self.job.offline)
+            stored = cache.load(key)
+        stored = current().from_first(stored)
         if stored is not None:
             self.note("dense: measured before under this protocol, taken from the cache")
             if stored.get("lm_eval"):
                 self.store("lm_eval_dense.json", stored["lm_eval"])
             return {**{k: v for k, v in stored.items() if k != "lm_eval"}, "from_cache": True}
         found, harness = self._measure("dense", "lm_eval_dense.json")
-        if cacheable and current().is_first:
-            DenseCache().store(identity, dtype, self.protocol, {**found, "lm_eval": harness})
+        if key is not None:
+            try:
+                cache.store(key, {**found, "lm_eval": harness})
+            except WideError as error:  # the figures are there: only the next evaluation has to measure them again
+                self.note(f"warning: {error} The next evaluation will measure it again.")
         return {**found, "from_cache": False}
 
     def routed(self, routed: RoutedModel) -> dict[str, Any]:

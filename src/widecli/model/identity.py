@@ -129,6 +129,16 @@ def weights_hash(model: nn.Module) -> str | None:
     return hash_of_values(((name, p.numel()) for name, p in parameters.items()), values)
 
 
+@torch.no_grad()
+def weights_digest(model: nn.Module) -> str:
+    """SHA-256 of every bit of every parameter, in the dtype they have now."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}\n".encode())
+        digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def hash_of_values(parameters: Iterable[tuple[str, int]], values: Callable[[str, Tensor], Tensor]) -> str:
     """`weights_hash` for (name, size) of every parameter; `values` reads some of one by their flat indices."""
     digest = hashlib.sha256()
