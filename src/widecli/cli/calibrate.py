@@ -73,12 +73,13 @@ def run_calibration(
     resolved: ResolvedRecipe, *, resume: bool = False, overwrite: bool = False, offline: bool = False
 ) -> dict[str, Any]:
     """Run (or continue) the calibration of a recipe; returns its summary."""
-    from widecli.cli.cost_card import dry_run_document
+    from widecli.cli.cost_card import dry_run_document, refuse_too_large
     from widecli.cli.training import run_stage
     from widecli.track.run import run_name
     from widecli.train.calibrate import calibrate as train
 
     expected = dry_run_document(resolved)  # refuses what cannot work before anything is created or loaded
+    refuse_too_large(expected)
     return run_stage(
         resolved,
         "calibrate",

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from widecli.cli.console import console, note
+from widecli.errors import UsageError
 
 if TYPE_CHECKING:
     from widecli.recipe.load import ResolvedRecipe
@@ -61,6 +62,26 @@ def dry_run_document(resolved: ResolvedRecipe, command: str = "calibrate", ranks
             "changes_to_fit": changes,
         },
     }
+
+
+def refuse_too_large(document: dict[str, Any]) -> None:
+    """Raise UsageError where weights and what is trained alone, without any activation, exceed this machine's memory.
+
+    `document` is the dry run's; its weights are in bf16 unless the recipe says float32.
+    """
+    import torch
+
+    from widecli.profiling.environment import ram_bytes
+
+    figures, on_gpu = document["estimate"], torch.cuda.is_available()
+    there = torch.cuda.get_device_properties("cuda").total_memory if on_gpu else ram_bytes()
+    needed = figures["weights_bytes"] + figures["trainable_bytes"]
+    if there and needed > there:
+        raise UsageError(
+            f"this cannot fit: the frozen model takes {_gigabytes(figures['weights_bytes'])} and what is trained "
+            f"{_gigabytes(figures['trainable_bytes'])}, and {'the GPU' if on_gpu else 'this machine'} has "
+            f"{_gigabytes(there)}; take a smaller routing.rank, compensation.rank or lora.rank, or a smaller model"
+        )
 
 
 def print_dry_run(document: dict[str, Any]) -> None:

@@ -172,11 +172,12 @@ def run_lora(
     resolved: ResolvedRecipe, start: Path, *, resume: bool = False, overwrite: bool = False, offline: bool = False
 ) -> dict[str, Any]:
     """Run (or continue) the second stage of a checkpoint; returns its summary."""
-    from widecli.cli.cost_card import dry_run_document
+    from widecli.cli.cost_card import dry_run_document, refuse_too_large
     from widecli.cli.training import run_stage
     from widecli.train.lora import lora as train
 
     expected = dry_run_document(resolved, "lora")  # refuses what cannot work before anything is created or loaded
+    refuse_too_large(expected)
     options.refuse_own_directory(resolved.recipe.track.run_dir, start)
     return run_stage(
         resolved,

@@ -84,7 +84,8 @@ def export_merged(
         backbone.tokenizer.save_pretrained(scratch)
         for name in (*checkpoint.routing_files(config), RECIPE):
             shutil.copyfile(directory / name, scratch / name)
-        document = replace(config, merged=merged).to_json()
+        files = {name: config.files[name] for name in checkpoint.routing_files(config) if name in config.files}
+        document = replace(config, merged=merged, files=files).to_json()
         (scratch / checkpoint.CONFIG).write_text(json.dumps(document, indent=2) + "\n")
         (scratch / CARD).write_text(card(check), encoding="utf-8")
     return check

@@ -16,7 +16,7 @@ from widecli.data.stream import SequenceStream, collate
 from widecli.data.tokens import TokenSet, prepare_tokens
 from widecli.errors import UsageError
 from widecli.model import checkpoint
-from widecli.model.adapter import Adapter
+from widecli.model.adapter import WEIGHTS, Adapter
 from widecli.model.backbone import Backbone, default_device, load_backbone, load_shape, resolve_dtype
 from widecli.model.budget import Budget
 from widecli.model.channel_order import present_order
@@ -152,9 +152,11 @@ class Job:
                 f"{now.get('checkpoint')}: name that checkpoint, or another --run-dir"
             )
         first = state.load_optimizer(directory, trainer.optimizer, trainer.parameters)
+        checkpoint.refuse_changed(directory, config, (state.STATE, state.TENSORS))
         checkpoint.load_routing(directory, self.routed)
         if self.adapter:
             self.adapter.restore(directory / checkpoint.ADAPTER)
+            checkpoint.refuse_changed(directory, config, [f"{checkpoint.ADAPTER}/{WEIGHTS}"])
         return first
 
     @torch.no_grad()
