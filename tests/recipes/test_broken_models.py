@@ -22,7 +22,11 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         ["another model", "rope_parameters.rope_theta=100.0 instead of 10000.0"],
     ),
 }
-ALONE = [["eval"], ["generate", "--prompt", "a"], ["profile", "--gen", 4, "--seconds", 0.01, "--prompt", 8]]
+ALONE = [
+    ["eval", "eval.perplexity_window=64"],
+    ["generate", "--prompt", "a"],
+    ["profile", "--gen", 4, "--seconds", 0.01, "--prompt", 8],
+]
 WITH_A_CHECKPOINT = [
     *(["eval", "--no-dense"], ["eval"], ["lora"], ["generate", "--prompt", "a"], ["inspect"]),
     *(["generate", "--prompt", "a", "--dense"], ["profile", "--gen", 4, "--seconds", 0.01, "--prompt", 8]),

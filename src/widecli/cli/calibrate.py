@@ -25,6 +25,7 @@ def calibrate(
     run_dir: options.RunDir = None,
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
+    beyond_positions: options.BeyondPositions = None,
     offline: options.Offline = False,
     trust_remote_code: options.TrustRemoteCode = False,
     nproc: options.Nproc = None,
@@ -50,6 +51,7 @@ def calibrate(
             seed=seed,
             wandb=wandb,
             run_dir=run_dir,
+            beyond_positions=beyond_positions,
         )
         document = (
             plan_run(resolved, nproc)

@@ -22,17 +22,18 @@ def dry_run_document(resolved: ResolvedRecipe, command: str = "calibrate", ranks
     `ranks` None: as many as this process has joined.
     """
     from widecli.data.sources import open_source
-    from widecli.model.backbone import load_shape
+    from widecli.model.backbone import load_shape, refuse_beyond_positions
     from widecli.model.budget import Budget
     from widecli.model.plan import RoutingPlan
     from widecli.ranks import current
     from widecli.train.distributed import refuse_shares
-    from widecli.train.estimate import efficiency, estimate, remedies
+    from widecli.train.estimate import efficiency, estimate, longest_sequences, remedies
 
     recipe = resolved.recipe
     ranks = ranks or current().size
     refuse_shares(recipe.train.batch_size, ranks, recipe.train.micro_batch_size)
     shape = load_shape(recipe.model)
+    refuse_beyond_positions(recipe.model, longest_sequences(recipe))
     plan = RoutingPlan.from_recipe(recipe, shape)
     Budget.from_section(recipe.budget, plan, shape, recipe.data.sequence_length)
     value_bytes = 4 if recipe.model.dtype == "float32" else 2

@@ -39,6 +39,7 @@ def eval(
     dense: Dense = True,
     run_dir: options.RunDir = None,
     overwrite: options.Overwrite = False,
+    beyond_positions: options.BeyondPositions = None,
     offline: options.Offline = False,
     trust_remote_code: options.TrustRemoteCode = False,
     nproc: options.Nproc = None,
@@ -53,6 +54,7 @@ def eval(
     options.trust_remote_code(trust_remote_code)
     with processes(None if dry_run else nproc), stdout_for_document(json):
         flags = {"tasks": tasks, "limit": limit, "data_root": data_root, "run_dir": run_dir, "model": model}
+        flags["beyond_positions"] = beyond_positions
         job, resolved = prepare(arguments, flags, with_dense=dense, offline=offline)
         document = describe(job) if dry_run else run_evaluation(job, resolved, overwrite=overwrite)
         if json:
@@ -67,6 +69,7 @@ def prepare(
     from widecli.evaluate.tasks import check_tasks
     from widecli.evaluate.texts import check_texts
     from widecli.model import checkpoint
+    from widecli.model.backbone import refuse_beyond_positions
     from widecli.recipe.load import load_text
 
     target, rest = options.take_checkpoint(arguments or [])
@@ -86,10 +89,13 @@ def prepare(
     model = resolved.recipe.model
     if stored and flags.get("model") is None:
         model = load_text(stored.read_text(), str(stored)).model
+        model = model.model_copy(update={"beyond_positions": resolved.recipe.model.beyond_positions})
     section = resolved.recipe.eval
     check_tasks(section.tasks, data_root=section.data_root, offline=offline)
     check_texts(section.perplexity)
-    return Evaluation(model, section, target, with_dense, offline), resolved
+    job = Evaluation(model, section, target, with_dense, offline)
+    refuse_beyond_positions(model, job.lengths)
+    return job, resolved
 
 
 def evaluation_name(job: Evaluation) -> str:

@@ -52,6 +52,7 @@ def generate(
     chat: Chat = False,
     dense: Dense = False,
     model: options.Model = None,
+    beyond_positions: options.BeyondPositions = None,
     offline: options.Offline = False,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
@@ -67,7 +68,7 @@ def generate(
     with stdout_for_document(json):
         text = _prompt(prompt, prompt_file)
         sampling = Sampling(temperature, top_p, seed)
-        loaded, source = _load(checkpoint, model, dense=dense)
+        loaded, source = _load(checkpoint, model, dense=dense, beyond_positions=bool(beyond_positions))
         document = _run(loaded, text, max_new_tokens, sampling, chat=chat, stream=not json)
         if json:
             emit_json({**document, "checkpoint": source})
@@ -85,7 +86,9 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
         raise UsageError(f"{file} cannot be read as text ({error})") from error
 
 
-def _load(checkpoint: Path | None, model: str | None, *, dense: bool) -> tuple[InferenceModel, str | None]:
+def _load(
+    checkpoint: Path | None, model: str | None, *, dense: bool, beyond_positions: bool
+) -> tuple[InferenceModel, str | None]:
     """The model and the checkpoint it came from."""
     if model is not None and checkpoint is not None:
         raise UsageError(f"{checkpoint} names its own model; leave out --model, or the checkpoint")
@@ -97,12 +100,14 @@ def _load(checkpoint: Path | None, model: str | None, *, dense: bool) -> tuple[I
     from widecli.engine.model import InferenceModel
 
     if checkpoint is not None:
-        return InferenceModel.from_checkpoint(checkpoint, dense=dense), str(checkpoint)
+        found = InferenceModel.from_checkpoint(checkpoint, dense=dense, beyond_positions=beyond_positions)
+        return found, str(checkpoint)
     from widecli.model.backbone import load_backbone
     from widecli.recipe.schema import ModelSection
 
     assert model is not None
-    return InferenceModel.from_dense(load_backbone(ModelSection(name=model))), None
+    section = ModelSection(name=model, beyond_positions=beyond_positions)
+    return InferenceModel.from_dense(load_backbone(section)), None
 
 
 def _run(

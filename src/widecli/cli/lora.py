@@ -41,6 +41,7 @@ def lora(
     run_dir: options.RunDir = None,
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
+    beyond_positions: options.BeyondPositions = None,
     offline: options.Offline = False,
     trust_remote_code: options.TrustRemoteCode = False,
     nproc: options.Nproc = None,
@@ -63,6 +64,7 @@ def lora(
             "freeze_routers": freeze_routers,
             "wandb": wandb,
             "run_dir": run_dir,
+            "beyond_positions": beyond_positions,
         }
         start, resolved = prepare(arguments, flags, dry_run=dry_run)
         if start is None:

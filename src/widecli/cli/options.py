@@ -69,6 +69,15 @@ DataRoot = Annotated[
     typer.Option("--data-root", help="Folder with data sets under their Hub ids.", rich_help_panel=_RECIPE),
 ]
 Wandb = Annotated[str | None, typer.Option("--wandb", help="auto, online, offline or off.", rich_help_panel=_RECIPE)]
+BeyondPositions = Annotated[
+    bool | None,
+    typer.Option(
+        "--beyond-positions",
+        help="Allow sequences longer than the model is made for.",
+        rich_help_panel=_RECIPE,
+        show_default=False,
+    ),
+]
 RunDir = Annotated[
     str | None,
     typer.Option("--run-dir", help="Directory of this run; default runs/<command>-<name>.", rich_help_panel=_RECIPE),
@@ -116,6 +125,7 @@ FLAG_KEYS: Mapping[str, str] = {
     "data_root": "eval.data_root",
     "wandb": "track.wandb",
     "run_dir": "track.run_dir",
+    "beyond_positions": "model.beyond_positions",
 }
 """Parameter name of a flag -> the recipe key that it sets."""
 

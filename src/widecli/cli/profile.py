@@ -101,6 +101,7 @@ def profile(
     run_dir: options.RunDir = None,
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
+    beyond_positions: options.BeyondPositions = None,
     offline: options.Offline = False,
     trust_remote_code: options.TrustRemoteCode = False,
     dry_run: options.DryRun = False,
@@ -139,6 +140,7 @@ def profile(
             compare_hf=compare_hf,
             dense=dense,
             seconds=seconds,
+            beyond_positions=bool(beyond_positions),
         )
         if checkpoint is None and shape is None and model is None:
             flags = _by_itself(flags)

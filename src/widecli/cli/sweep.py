@@ -42,6 +42,7 @@ def sweep(
     mem: sweep_options.Mem = None,
     max_jobs: sweep_options.MaxJobs = None,
     sbatch: sweep_options.Sbatch = None,
+    beyond_positions: options.BeyondPositions = None,
     offline: options.Offline = False,
     trust_remote_code: options.TrustRemoteCode = False,
     dry_run: options.DryRun = False,
@@ -59,6 +60,7 @@ def sweep(
     options.trust_remote_code(trust_remote_code)
     with stdout_for_document(json):
         flags: dict[str, Any] = {"model": model, "data": data, "steps": steps, "tasks": tasks, "limit": limit}
+        flags["beyond_positions"] = beyond_positions
         flags |= {"data_root": data_root, "wandb": wandb, "run_dir": run_dir}
         flags |= {"executor": executor, "retries": retries, "partition": partition, "account": account, "time": time}
         flags |= {"gpus": gpus, "cpus": cpus, "mem": mem, "max_jobs": max_jobs}

@@ -61,12 +61,12 @@ def open_session(model: InferenceModel, prompts: Sequence[Sequence[int]], max_ne
     if longest >= model.max_tokens:
         raise UsageError(
             f"the prompt has {longest} tokens, and this model serves sequences of at most {model.max_tokens}, prompt "
-            "and generated together; shorten it"
+            "and generated together; shorten it, or add --beyond-positions if you mean it"
         )
     if longest + max_new_tokens > model.max_tokens:
         raise UsageError(
             f"{longest} prompt tokens and {max_new_tokens} new ones are more than the {model.max_tokens} this model "
-            f"serves; ask for at most {model.max_tokens - longest} new tokens"
+            f"serves; ask for at most {model.max_tokens - longest} new tokens, or add --beyond-positions if you mean it"
         )
     return model.session(len(prompts), longest + max_new_tokens)
 

@@ -39,6 +39,14 @@ class Evaluation:
     with_dense: bool
     offline: bool
 
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Tokens of the longest sequences that are surely fed, by the key that sets them.
+
+        `eval.max_length` is a limit that few requests reach: their own lengths are asked before they are scored.
+        """
+        return {"eval.perplexity_window": self.section.perplexity_window} if self.section.perplexity else {}
+
 
 def evaluate(job: Evaluation, note: Note, store: Store) -> dict[str, Any]:
     """Measure; returns the values of the run's summary. lm-eval's own documents go to `store` untouched.
@@ -53,7 +61,7 @@ def evaluate(job: Evaluation, note: Note, store: Store) -> dict[str, Any]:
         tasks = load_tasks(section.tasks, data_root=section.data_root, offline=job.offline) if section.tasks else []
     measurement = partial(_Measurement, job=job, tasks=tasks, note=note, store=store)
     if config is None:
-        backbone = _load(job.model, note)
+        backbone = _load(job, job.model, note)
         alone = measurement(backbone=backbone).dense()
         nothing = {"plan": None, "steps": None, "skip_rate": None, "adapter": None, "merged": False, "origin": None}
         return _summary(job, backbone.identity, alone, None, nothing)
@@ -62,7 +70,7 @@ def evaluate(job: Evaluation, note: Note, store: Store) -> dict[str, Any]:
     bare = own if config.merged and config.adapter is None else job.model
     dense = None
     if job.with_dense or config.merged is None:
-        backbone = _load(bare, note)
+        backbone = _load(job, bare, note)
         # the folder's own model has the base's channels in another order
         wanted = config.merged if bare is own and config.merged else config.backbone
         if difference := wanted.mismatch(backbone.identity):
@@ -74,7 +82,7 @@ def evaluate(job: Evaluation, note: Note, store: Store) -> dict[str, Any]:
             del backbone  # before the next one takes its place in memory
             release_memory()
     if config.merged and (bare is not own or not job.with_dense):
-        backbone = _load(own, note)
+        backbone = _load(job, own, note)
     routed, _ = checkpoint.attach(job.checkpoint, backbone)
     found = measurement(backbone=backbone).routed(routed)
     routed.detach()
@@ -89,9 +97,11 @@ def evaluate(job: Evaluation, note: Note, store: Store) -> dict[str, Any]:
     return _summary(job, config.backbone if config.merged else backbone.identity, found, dense, details)
 
 
-def _load(model: ModelSection, note: Note) -> Backbone:
+def _load(job: Evaluation, model: ModelSection, note: Note) -> Backbone:
     note(f"loading {model.name}")
-    return load_backbone(model)
+    backbone = load_backbone(model)
+    backbone.refuse_beyond_positions(job.lengths)
+    return backbone
 
 
 class _Measurement:
@@ -179,6 +189,7 @@ class _Measurement:
                     max_length=section.max_length,
                     offline=self.job.offline,
                     name=self.backbone.identity.id,
+                    beyond_positions=self.backbone.beyond_positions,
                 ),
             )
             self.store(file, harness)

@@ -24,6 +24,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from widecli.errors import UsageError, WideError
 from widecli.evaluate.backoff import is_out_of_memory, release_memory
 from widecli.evaluate.scoring_plan import BatchLimits, Row, kept_positions, make_rows, next_batch
+from widecli.model.positions import positions as positions_of
 from widecli.ranks import current
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,16 @@ _UNLIMITED = 1 << 40
 class ScoringModel(HFLM):  # type: ignore[misc]  # lm-eval is untyped
     """A causal Hugging Face model as lm-eval sees it. The tokenizer is copied: lm-eval gives it a padding token."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, batch_size: int | str, max_length: int, name: str) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        batch_size: int | str,
+        max_length: int,
+        name: str,
+        beyond_positions: bool = False,
+    ) -> None:
         rows = batch_size if isinstance(batch_size, int) else (64 if model.device.type == "cuda" else 8)
         super().__init__(
             pretrained=model,
@@ -48,6 +58,7 @@ class ScoringModel(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         )
         self.name = name
         self.requested_batch_size = batch_size
+        self.most_positions = _UNLIMITED if beyond_positions else positions_of(model.config)
         self.limits = starting_limits(model, rows if isinstance(batch_size, int) else None)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         if not self._keeps_logits:
@@ -129,6 +140,7 @@ class ScoringModel(HFLM):  # type: ignore[misc]  # lm-eval is untyped
             logger.warning(
                 "%d of %d texts were longer than %d tokens and were cut.", truncated, len(requests), self.max_length
             )
+        self._refuse_beyond(max((len(row.tokens) for row in rows), default=0))
         ranks = current()
         # sorted by length, so that every rank gets as much of the long ones
         rows = list(ranks.share(rows))
@@ -161,6 +173,15 @@ class ScoringModel(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         for index, answer in (pair for part in ranks.gather(found) for pair in part):
             answers[index] = answer
         return answers
+
+    def _refuse_beyond(self, tokens: int) -> None:
+        """Raise UsageError for a sequence, already cut to `max_length`, that the model is not made for."""
+        if tokens > self.most_positions:
+            raise UsageError(
+                f"eval.max_length={self.max_length} lets a sequence of {tokens} tokens through, more than the "
+                f"{self.most_positions} positions that {self.name} is made for: take eval.max_length="
+                f"{self.most_positions} (longer ones lose their beginning), or add --beyond-positions if you mean it"
+            )
 
     def _try_batch(self, batch: Sequence[Row]) -> Any | None:
         """Scores of a batch, or None if it does not fit in memory."""
@@ -226,6 +247,10 @@ class ScoringModel(HFLM):  # type: ignore[misc]  # lm-eval is untyped
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Greedy generation by lm-eval's own code; a batch that does not fit starts over with half of its size."""
+        contexts = self._encode_bulk([request.args[0] for request in requests])
+        for request in requests:
+            new = int(request.args[1].get("max_gen_toks", self.max_gen_toks))
+            self._refuse_beyond(min(len(contexts[request.args[0]]) + new, self.max_length))
         ranks = current()
         texts: list[Any] = [None] * len(requests)
         mine = list(ranks.share(requests))

@@ -58,6 +58,7 @@ def write_masks(
     folder = checkpoint.resolve(run)
     section = checkpoint.section_of(folder)
     backbone = load_backbone(section.model_copy(update={"name": model}) if model else section)
+    backbone.refuse_beyond_positions({"--window": window})
     label, content = perplexity_text(text, data_root, offline=False)
     encoded = backbone.tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
     if len(encoded) < tokens:

@@ -23,13 +23,14 @@ from widecli.inspection.groups import (
 from widecli.model import checkpoint
 from widecli.model.backbone import load_backbone
 from widecli.model.gate import margins
+from widecli.model.positions import positions
 from widecli.model.routed import RoutedModel
 
 if TYPE_CHECKING:
     from widecli.recipe.schema import ModelSection
 
 WINDOW = 1024
-"""Tokens that see each other: a longer text is read in pieces of this length."""
+"""Tokens that see each other: a longer text is read in pieces of this length, or of the model's longest."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,14 @@ def observe(
     if len(ids) < 2:
         raise UsageError(f"the text {text} has {len(ids)} tokens: name a longer one with --text")
     note(f"reading {len(ids)} tokens of {label}")
+    window = min(WINDOW, positions(backbone.model.config))
     routed, _ = checkpoint.attach(directory, backbone)
     order = stored_channels(directory, config)
     watched, substitutes = _Certainty(routed), Substitutes(routed)
     try:
         with torch.no_grad(), routed.tracing(keep_masks=True) as trace:
-            for start in range(0, len(ids), WINDOW):
-                piece = torch.tensor([ids[start : start + WINDOW]], device=backbone.device)
+            for start in range(0, len(ids), window):
+                piece = torch.tensor([ids[start : start + window]], device=backbone.device)
                 routed.decoder(input_ids=piece, use_cache=False)
     finally:
         watched.stop()
@@ -98,7 +100,7 @@ def observe(
         num_layers=len(routed.layers),
         masks={key: torch.cat(parts).cpu() for key, parts in trace.masks.items()},
         certainty=watched.means(),
-        summary=trace.summary(min(len(ids), WINDOW)),
+        summary=trace.summary(min(len(ids), window)),
         regroupings=() if order is None else regroupings(order, routed.layers),
         substitutions=substitutes.found(),
     )

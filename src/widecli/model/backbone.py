@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from widecli.model.families import family_of, family_of_config
 from widecli.model.gguf import converted
 from widecli.model.identity import BackboneIdentity, weights_hash
 from widecli.model.plan import ModelShape
+from widecli.model.positions import refuse_beyond
 from widecli.model.pretrained import (
     explained,
     read_config,
@@ -42,11 +44,17 @@ class Backbone:
     identity: BackboneIdentity
     device: torch.device
     sharded: bool = False  # each rank holds a part: then all of them run every forward pass together
+    beyond_positions: bool = False  # whether longer sequences are meant than the model is made for
 
     @property
     def shape(self) -> ModelShape:
         """Its sizes."""
         return ModelShape.from_config(self.model.config)
+
+    def refuse_beyond_positions(self, lengths: Mapping[str, int]) -> None:
+        """Raise UsageError for a length, under the key or flag that sets it, that the model is not made for."""
+        if not self.beyond_positions:
+            refuse_beyond(self.identity.id, self.model.config, lengths)
 
 
 def default_device() -> torch.device:
@@ -74,6 +82,12 @@ def load_config(section: ModelSection) -> Any:
     return read_config(section.name, _locate(section.name), section.revision)
 
 
+def refuse_beyond_positions(section: ModelSection, lengths: Mapping[str, int]) -> None:
+    """As the loaded backbone's, before anything is loaded; a model that is no local folder is not asked."""
+    if not section.beyond_positions and Path(section.name).expanduser().is_dir():
+        refuse_beyond(section.name, load_config(section), lengths)
+
+
 def load_tokenizer(section: ModelSection) -> Any:
     """The tokenizer alone, for work on text without the model; a GGUF file is converted on the way."""
     return read_tokenizer(section.name, _locate(section.name), section.revision)
@@ -96,7 +110,8 @@ def load_backbone(section: ModelSection, device: torch.device | None = None) -> 
     with explained(name, place):
         model.to(device).eval().requires_grad_(False)
     refuse_not_finite(name, model)
-    return Backbone(model, tokenizer, BackboneIdentity.of(name, revision, model.config, weights_hash(model)), device)
+    identity = BackboneIdentity.of(name, revision, model.config, weights_hash(model))
+    return Backbone(model, tokenizer, identity, device, beyond_positions=section.beyond_positions)
 
 
 def empty_backbone(section: ModelSection, dtype: torch.dtype) -> tuple[Any, Any, Path]:

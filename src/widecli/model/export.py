@@ -16,6 +16,7 @@ from widecli.errors import WideError
 from widecli.model import checkpoint
 from widecli.model.backbone import Backbone
 from widecli.model.identity import BackboneIdentity, weights_hash
+from widecli.model.positions import positions
 from widecli.model.routed import RoutedModel
 from widecli.storage import atomic_directory
 
@@ -70,6 +71,7 @@ def export_merged(
     check: MergeCheck | None = None
     if adapter is not None:
         ids = backbone.tokenizer(CHECK_TEXT, return_tensors="pt").input_ids.to(backbone.device)
+        ids = ids[:, : positions(model.config)]
         before = _predict(routed, ids)
         routed.detach()
         adapter.merge()

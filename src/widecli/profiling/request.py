@@ -71,6 +71,7 @@ class Flags:
     compare_hf: bool = False
     dense: str = "own"
     seconds: float = 5.0
+    beyond_positions: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,11 +145,19 @@ class Request:
     def load(self, words: str) -> Subject:
         """Load or draw the weights. Raises UsageError for what only the model itself can tell."""
         if self.checkpoint is not None:
-            outline, model = load_checkpoint(self.checkpoint, self.flags.dtype, self.settings)
+            outline, model = load_checkpoint(
+                self.checkpoint, self.flags.dtype, self.settings, beyond_positions=self.flags.beyond_positions
+            )
             subject = subject_of_checkpoint(outline, model, self.settings, words)
         elif self.flags.model is not None:
-            dtype = self.flags.dtype or "auto"
-            outline, model = load_dense(self.flags.model, dtype, self.settings)
+            section = ModelSection.model_validate(
+                {
+                    "name": self.flags.model,
+                    "dtype": self.flags.dtype or "auto",
+                    "beyond_positions": self.flags.beyond_positions,
+                }
+            )
+            outline, model = load_dense(section, self.settings)
             assert model.backbone is not None
             subject = with_random_masks(outline, model.weights, self.settings, model.backbone.model)
         else:
@@ -228,7 +237,8 @@ def read(flags: Flags) -> Request:
         dtype = resolve_dtype(flags.dtype or section.dtype, device)
         outline = Outline(name, shape, dtype, False, None, device, plans)
     settings = _settings(flags, masks, sizes, added, outline)
-    _refuse_too_long(outline, settings)
+    if not flags.beyond_positions:
+        _refuse_too_long(outline, settings)
     by_memory = settings.throughput and flags.batch is None
     if by_memory:
         fits = grid.fitting_batches(outline, settings, free_bytes(device), loaded=False)
@@ -333,7 +343,8 @@ def _refuse_too_long(outline: Outline, settings: Settings) -> None:
     if outline.max_tokens is not None and longest > outline.max_tokens:
         raise UsageError(
             f"prompts of {max(settings.prompts)} tokens and {longest - max(settings.prompts)} generated ones are more "
-            f"than the {outline.max_tokens} that {outline.name} is made for; shorten --prompt"
+            f"than the {outline.max_tokens} that {outline.name} is made for; shorten --prompt, or add "
+            "--beyond-positions if you mean it"
         )
 
 

@@ -159,16 +159,18 @@ def subject_of_shape(outline: Outline, config: Any, settings: Settings) -> Subje
     return with_random_masks(outline, take_weights(model), settings, model)
 
 
-def load_dense(name: str, dtype: str, settings: Settings) -> tuple[Outline, InferenceModel]:
+def load_dense(section: ModelSection, settings: Settings) -> tuple[Outline, InferenceModel]:
     """A dense model, to be measured with random masks."""
-    model = InferenceModel.from_dense(load_backbone(ModelSection.model_validate({"name": name, "dtype": dtype})))
-    return _outline_of(name, model, _plans_of(settings, model.shape, None)), model
+    model = InferenceModel.from_dense(load_backbone(section))
+    return _outline_of(section.name, model, _plans_of(settings, model.shape, None)), model
 
 
-def load_checkpoint(directory: Path, dtype: str | None, settings: Settings) -> tuple[Outline, InferenceModel]:
+def load_checkpoint(
+    directory: Path, dtype: str | None, settings: Settings, *, beyond_positions: bool = False
+) -> tuple[Outline, InferenceModel]:
     """A checkpoint, with its own plan or, where random masks replace its decisions, with those of the grid."""
     checkpoint.refuse_incomplete(directory)
-    model = InferenceModel.from_checkpoint(directory, dtype=dtype)
+    model = InferenceModel.from_checkpoint(directory, dtype=dtype, beyond_positions=beyond_positions)
     if model.plan is None or model.counter is None:
         raise UsageError(f"{directory} routes nothing: its plan leaves every part of every layer dense")
     plans = (model.plan,) if settings.masks == "learned" else _plans_of(settings, model.shape, model.plan)

@@ -91,11 +91,13 @@ def resolve(
 def recipe_hash(recipe: Recipe) -> str:
     """First 8 hex digits of the SHA-256 of everything but `track`, `sweep` and `distributed`.
 
-    A `lora` section at its defaults, contiguous groups, no compensation and no distillation leave no trace: nothing
-    reads them, and recipes from before they existed keep their hash.
+    A `lora` section at its defaults, contiguous groups, no compensation, no distillation and no sequences beyond the
+    model's positions leave no trace: nothing reads them, and recipes from before they existed keep their hash.
     """
     without = {"track", "sweep", "distributed"} | ({"lora"} if recipe.lora == LoraSection() else set())
     content = recipe.model_dump(mode="json", exclude=without)
+    if not content["model"]["beyond_positions"]:
+        del content["model"]["beyond_positions"]
     routing, compensation = content["routing"], content["compensation"]
     if routing["grouping"] == "contiguous":
         del routing["grouping"]
@@ -108,10 +110,15 @@ def recipe_hash(recipe: Recipe) -> str:
 
 
 def dump(recipe: Recipe) -> str:
-    """The whole recipe as YAML, without `sweep` and `distributed` that say nothing; `load_text` brings it back."""
-    without = {"sweep"} if recipe.sweep == SweepSection() else set()
+    """The whole recipe as YAML, without `sweep`, `distributed` and `model.beyond_positions` where these say nothing.
+
+    `load_text` brings it back.
+    """
+    without: dict[str, Any] = {"sweep": True} if recipe.sweep == SweepSection() else {}
     if recipe.distributed == DistributedSection():
-        without |= {"distributed"}
+        without["distributed"] = True
+    if not recipe.model.beyond_positions:
+        without["model"] = {"beyond_positions"}
     return dump_yaml(recipe.model_dump(mode="json", exclude=without))
 
 

@@ -33,6 +33,9 @@ class ModelSection(Section):
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = Field(
         "auto", description="attention implementation of the backbone; auto = what the backbone prefers"
     )
+    beyond_positions: bool = Field(
+        False, description="let sequences, windows and prompts be longer than the backbone is made for"
+    )
 
 
 class DataSection(Section):

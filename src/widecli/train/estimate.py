@@ -34,6 +34,12 @@ def efficiency(shape: ModelShape, device: str, *, compiled: bool) -> float:
     return narrow + (wide - narrow) * min(1.0, max(0.0, position))
 
 
+def longest_sequences(recipe: Recipe) -> dict[str, int]:
+    """Tokens of the longest sequences that a training feeds, by the key that sets them."""
+    window = {"eval.perplexity_window": recipe.eval.perplexity_window} if recipe.data.validation else {}
+    return {"data.sequence_length": recipe.data.sequence_length, **window}
+
+
 @dataclass(frozen=True)
 class Estimate:
     """Sizes in bytes, on the fullest card; FLOPs of the whole run, on all cards together."""

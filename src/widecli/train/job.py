@@ -28,7 +28,7 @@ from widecli.recipe.load import dump
 from widecli.recipe.schema import Recipe
 from widecli.track.run import Run
 from widecli.train import state
-from widecli.train.estimate import backbone_parameters, fitting_micro_batch
+from widecli.train.estimate import backbone_parameters, fitting_micro_batch, longest_sequences
 from widecli.train.loop import Trainables, Trainer
 from widecli.train.sharding import card_bytes, choose_sharding, load_sharded
 
@@ -182,6 +182,7 @@ def load_material(recipe: Recipe, note: Note, offline: bool) -> tuple[Backbone, 
     dealt = f", dealt to the GPUs of {'each machine' if sharding.over == 'node' else 'all ranks'}" if sharding else ""
     note(f"loading {recipe.model.name}{dealt}")
     backbone = load_sharded(recipe.model, sharding, ranks) if sharding else load_backbone(recipe.model)
+    backbone.refuse_beyond_positions(longest_sequences(recipe))
     check_plan(recipe, backbone)  # before the text: preparing it can take long
     identity = backbone.identity
     name = f"{identity.id}@{identity.revision}#{identity.fingerprint}"

@@ -89,7 +89,7 @@ def load_sharded(section: ModelSection, sharding: Sharding, ranks: Ranks) -> Bac
     refuse_not_finite(section.name, model)
     weights = _hash_of_files(model, folder)
     identity = BackboneIdentity.of(section.name, section.revision, model.config, weights)
-    return Backbone(model, tokenizer, identity, device, sharded=True)
+    return Backbone(model, tokenizer, identity, device, sharded=True, beyond_positions=section.beyond_positions)
 
 
 def shard_layers(model: nn.Module, sharding: Sharding, device: torch.device) -> None:
