@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shutil
+import stat
 import tempfile
 import time
 import uuid
@@ -23,10 +24,34 @@ _STALE_AFTER_S = 24 * 3600
 _RACES = 100  # for one lock: more are none
 
 
+def home() -> Path | None:
+    """The user's home directory; None for a user without one, as containers have them."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return None
+
+
 def user_cache() -> Path:
-    """`$XDG_CACHE_HOME/wide`, or `~/.cache/wide`."""
+    """`$XDG_CACHE_HOME/wide`, or `~/.cache/wide`; for a user without a home, a private folder among the temporary ones.
+
+    Raises WideError where that one is somebody else's.
+    """
     root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "wide"
+    if root:
+        return Path(root) / "wide"
+    if (own := home()) is not None:
+        return own / ".cache" / "wide"
+    folder = Path(tempfile.gettempdir()) / f"wide-cache-{os.getuid()}"
+    with contextlib.suppress(OSError):  # whoever writes there says so
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022:
+            raise WideError(
+                f"there is no home directory, and {folder} is not this user's alone: name a folder for caches in "
+                "XDG_CACHE_HOME"
+            )
+    return folder
 
 
 @contextlib.contextmanager
@@ -114,10 +139,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         yield scratch
-        for path in scratch.rglob("*"):
-            if path.is_file():
-                path.chmod(0o644)
-                _sync(path)
+        _share(scratch)
         if target.exists():
             old = Path(tempfile.mkdtemp(prefix=f".old-{target.name}.", dir=target.parent))
             target.replace(old)  # replacing an empty directory is allowed
@@ -125,7 +147,6 @@ def atomic_directory(target: Path) -> Iterator[Path]:
             shutil.rmtree(old, ignore_errors=True)
         else:
             scratch.replace(target)
-        target.chmod(0o755)  # mkdtemp and safetensors make private files; these are for sharing
     except (OSError, SafetensorError) as error:  # safetensors wraps the errors of its own writes, a full disk too
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise WideError(f"cannot write {target}: {reason}; free some space or name another folder") from error
@@ -145,7 +166,7 @@ def try_lock(file: Path) -> int | None:
     for _ in range(_RACES):
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+            handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise unwritable(file.parent, error) from error
         try:
@@ -161,6 +182,25 @@ def try_lock(file: Path) -> int | None:
             return handle
         os.close(handle)  # whoever had it has taken it away meanwhile
     raise WideError(f"{file} cannot be locked, it is taken away each time: name another folder with --run-dir.")
+
+
+def _share(folder: Path) -> None:
+    """Give a folder and all in it the modes that new ones have there, and see its files safely on the disk.
+
+    mkdtemp and safetensors make private ones; who may read these is for the umask and the folder around to say.
+    """
+    probe = folder / f".mode-{uuid.uuid4().hex}"
+    probe.mkdir()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.rmdir()
+    for path in (folder, *folder.rglob("*")):
+        if path.is_symlink():
+            continue
+        if path.is_dir():
+            path.chmod(mode)
+        elif path.is_file():
+            path.chmod(mode & 0o666)
+            _sync(path)
 
 
 def checksum(path: Path) -> str:

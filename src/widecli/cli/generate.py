@@ -62,11 +62,13 @@ def generate(
     With --model and no checkpoint: that dense model.
     """
     from widecli.engine.sampling import Sampling
+    from widecli.engine.text import refuse_undecoded
 
     options.go_offline(offline)
     options.trust_remote_code(trust_remote_code)
     with stdout_for_document(json):
         text = _prompt(prompt, prompt_file)
+        refuse_undecoded(text)
         sampling = Sampling(temperature, top_p, seed)
         loaded, source = _load(checkpoint, model, dense=dense, beyond_positions=bool(beyond_positions))
         document = _run(loaded, text, max_new_tokens, sampling, chat=chat, stream=not json)
@@ -80,10 +82,13 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     if file is None:
         assert prompt is not None
         return prompt
+    from_stdin = str(file) == "-"
     try:
-        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        # bytes, decoded here: what stdin does with those that are no UTF-8 depends on the locale
+        return (sys.stdin.buffer.read() if from_stdin else file.read_bytes()).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} cannot be read as text ({error})") from error
+        where = "standard input" if from_stdin else file
+        raise UsageError(f"{where} cannot be read as UTF-8 text ({error})") from error
 
 
 def _load(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from widecli.errors import UsageError, WideError
+from widecli.storage import user_cache
 
 
 def local_folder(dataset: str, data_root: str | None) -> Path | None:
@@ -74,8 +74,7 @@ def prepared_folder(folder: Path) -> str:
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         found = path.stat()
         state.update(f"{path.relative_to(folder).as_posix()} {found.st_size} {found.st_mtime_ns}\n".encode())
-    base = os.environ.get("XDG_CACHE_HOME")
-    return str((Path(base) if base else Path.home() / ".cache") / "wide" / "datasets" / state.hexdigest()[:16])
+    return str(user_cache() / "datasets" / state.hexdigest()[:16])
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from widecli.errors import UsageError, WideError
 from widecli.evaluate.backoff import is_out_of_memory, release_memory
 from widecli.evaluate.scoring_plan import BatchLimits, Row, kept_positions, make_rows, next_batch
 from widecli.model.positions import positions as positions_of
+from widecli.model.vocabulary import refuse_unknown, vocabulary
 from widecli.ranks import current
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,9 @@ class ScoringModel(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         )
         self.name = name
         self.requested_batch_size = batch_size
+        known = vocabulary(model)
+        if self.tokenizer.pad_token_id >= known:  # what stands under padding is never read, but it is looked up
+            self.tokenizer.pad_token = self.tokenizer.convert_ids_to_tokens(0)
         self.most_positions = _UNLIMITED if beyond_positions else positions_of(model.config)
         self.limits = starting_limits(model, rows if isinstance(batch_size, int) else None)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -141,6 +145,8 @@ class ScoringModel(HFLM):  # type: ignore[misc]  # lm-eval is untyped
                 "%d of %d texts were longer than %d tokens and were cut.", truncated, len(requests), self.max_length
             )
         self._refuse_beyond(max((len(row.tokens) for row in rows), default=0))
+        largest = (max(max(row.tokens), *(max(more) for _, more in row.continuations)) for row in rows)
+        refuse_unknown("a request of a task", [max(largest, default=0)], self.model)
         ranks = current()
         # sorted by length, so that every rank gets as much of the long ones
         rows = list(ranks.share(rows))

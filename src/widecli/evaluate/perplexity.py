@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from widecli.errors import UsageError, WideError
 from widecli.evaluate.backoff import is_out_of_memory, release_memory
 from widecli.evaluate.texts import PERPLEXITY_TOKEN_CAPS, perplexity_key, perplexity_text, split_windows
+from widecli.model.vocabulary import refuse_unknown
 from widecli.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
@@ -212,6 +213,7 @@ def measure_perplexity(
         label = f"{label}, first {max_windows} windows"
     if len(encoded) < 2:
         raise UsageError(f"The perplexity text {name} has {len(encoded)} tokens; it takes at least 2.")
+    refuse_unknown(f"the perplexity text {name}", encoded, model)
     ids = torch.tensor(encoded, dtype=torch.int64)
     result = token_perplexity(model, ids, window=window, max_windows=max_windows, batch_size=batch_size, ranks=ranks)
     return perplexity_key(name), PerplexityResult(**{**asdict(result), "label": label})

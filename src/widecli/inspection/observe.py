@@ -25,6 +25,7 @@ from widecli.model.backbone import load_backbone
 from widecli.model.gate import margins
 from widecli.model.positions import positions
 from widecli.model.routed import RoutedModel
+from widecli.model.vocabulary import refuse_unknown
 
 if TYPE_CHECKING:
     from widecli.recipe.schema import ModelSection
@@ -77,6 +78,7 @@ def observe(
     ids = encoded[:tokens]
     if len(ids) < 2:
         raise UsageError(f"the text {text} has {len(ids)} tokens: name a longer one with --text")
+    refuse_unknown(f"the text {text}", ids, backbone.model)
     note(f"reading {len(ids)} tokens of {label}")
     window = min(WINDOW, positions(backbone.model.config))
     routed, _ = checkpoint.attach(directory, backbone)

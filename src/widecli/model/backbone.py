@@ -103,9 +103,11 @@ def load_backbone(section: ModelSection, device: torch.device | None = None) -> 
     name, revision = section.name, section.revision
     place = _locate(name, weights=True)
     options: dict[str, Any] = {} if section.attention == "auto" else {"attn_implementation": section.attention}
-    family_of_config(read_config(name, place, revision))  # before gigabytes of another architecture are read
+    config = read_config(name, place, revision)
+    family_of_config(config)  # before gigabytes of another architecture are read
     tokenizer = read_tokenizer(name, place, revision)
-    model = read_model(name, place, revision, dtype=resolve_dtype(section.dtype, device), **options)
+    dtype = resolve_dtype(section.dtype, device)
+    model = read_model(name, place, revision, config=config, dtype=dtype, **options)
     family_of(model)
     with explained(name, place):
         model.to(device).eval().requires_grad_(False)

@@ -40,7 +40,11 @@ def read_config(name: str, place: str, revision: str | None = None) -> Any:
 
     with explained(name, place):
         refuse_adapter(name, place, revision)
-        return AutoConfig.from_pretrained(place, **_options(revision))
+        config = AutoConfig.from_pretrained(place, **_options(revision))
+    padding, known = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
+    if isinstance(padding, int) and isinstance(known, int) and padding >= known:
+        config.pad_token_id = None  # an embedding could not be made; nothing here looks up that row
+    return config
 
 
 def read_tokenizer(name: str, place: str, revision: str | None = None, **options: Any) -> Any:

@@ -19,6 +19,7 @@ from widecli.model.backbone import load_backbone, resolve_dtype
 from widecli.model.compensation import build_compensations
 from widecli.model.plan import CompensationPlan, ModelShape, RoutingPlan
 from widecli.model.routed import build_routers
+from widecli.model.vocabulary import refuse_unknown
 from widecli.profiling.bound import Phase
 from widecli.profiling.shapes import config_of_shape, random_model
 from widecli.recipe.schema import ModelSection
@@ -192,6 +193,7 @@ def subject_of_checkpoint(outline: Outline, model: InferenceModel, settings: Set
     )["input_ids"]
     if not encoded:
         raise UsageError("the text has no tokens: name a longer one with --text")
+    refuse_unknown("the text", encoded, model.backbone.model)
     text = torch.tensor(encoded, dtype=torch.int64)
     variant = Variant(None, model.plan, model)
     dense = InferenceModel.from_dense(model.weights, library=settings.dense == "library")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from widecli.model.channel_order import present_order
 from widecli.model.plan import RoutingPlan
 from widecli.model.routed import RoutedModel
 from widecli.model.thresholds import Batch
+from widecli.model.vocabulary import refuse_unknown, vocabulary
 from widecli.ranks import current
 from widecli.recipe.load import dump
 from widecli.recipe.schema import Recipe
@@ -196,6 +197,9 @@ def load_material(recipe: Recipe, note: Note, offline: bool) -> tuple[Backbone, 
     needed = recipe.train.steps * recipe.train.batch_size * recipe.data.sequence_length
     with ranks.one_a_machine_first():
         tokens = prepare_tokens(source, backbone.tokenizer, recipe.data, tokens_needed=tokens_needed(recipe))
+    refuse_unknown(f"the text of {source.name}", [tokens.largest_token()], backbone.model)
+    if tokens.pad_token_id >= vocabulary(backbone.model):
+        tokens = replace(tokens, pad_token_id=0)  # what stands under padding is never read, but it is looked up
     ranks.refuse_differences({"the backbone's weights": identity.weights_hash, "the text's tokens": tokens.identity})
     if tokens.exhausted and needed > tokens.total_tokens:
         note(
