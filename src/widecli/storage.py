@@ -56,20 +56,32 @@ def user_cache() -> Path:
 
 @contextlib.contextmanager
 def disk_errors_named(folder: Path, needed_bytes: int | None = None) -> Iterator[None]:
-    """Turn a full or unwritable disk into one sentence."""
+    """Turn a full disk, or a cache folder that cannot be made or written, into one sentence."""
     try:
         yield
-    except OSError as error:
+    except (OSError, WideError) as raised:
+        error = raised if isinstance(raised, OSError) else raised.__cause__
+        about_folder = isinstance(error, OSError) and _concerns(error, folder)
+        if not isinstance(error, OSError) or (error is not raised and not about_folder):
+            raise
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             needed = f" (about {max(needed_bytes // 2**20, 1)} MiB needed)" if needed_bytes else ""
             raise WideError(
                 f"No space left for the cache in {folder}{needed}: free some, or point XDG_CACHE_HOME elsewhere"
             ) from error
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM) or about_folder:
             raise WideError(
                 f"The cache folder {folder} is not writable: point XDG_CACHE_HOME at one that is"
             ) from error
         raise
+
+
+def _concerns(error: OSError, folder: Path) -> bool:
+    """Whether an error names this folder, something in it, or a folder that it would lie in."""
+    if not isinstance(error.filename, (str, bytes)):
+        return False
+    file, folder = Path(os.fsdecode(error.filename)).absolute(), folder.absolute()
+    return file.is_relative_to(folder) or folder.is_relative_to(file)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -328,3 +328,15 @@ def test_choices_that_contradict_each_other_are_refused(
 ) -> None:
     wide("calibrate", tiny_recipe, *changes).refused_with(*words)
     assert no_run(workplace)
+
+
+@pytest.mark.parametrize("where", ["/proc/none", "a-file", "a-file/below"])
+@pytest.mark.parametrize("source", [None, "self"])
+def test_a_cache_folder_that_cannot_be_made_is_one_sentence(
+    wide: Wide, tiny_recipe: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch, where: str, source: str | None
+) -> None:
+    (workplace / "a-file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(workplace / where))
+    refused = wide("calibrate", tiny_recipe, *(["--data", source] if source else []), "--run-dir", "r")
+    refused.refused_with("cache folder", "is not writable", "XDG_CACHE_HOME", code=1)
+    assert not list(Path("r/checkpoints").iterdir())
