@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_commands import Wide
+from whole_commands import Wide, write_questions
 
 from broken_models import copy_of, with_adapter, with_config, with_value, with_weights
 
@@ -120,3 +120,23 @@ def test_a_models_own_code_runs_only_with_the_flag(
     assert not marker.exists()
     wide(*command, "--trust-remote-code").refused_with("model type 'own' is not supported yet")
     assert marker.exists()
+
+
+@pytest.mark.parametrize("command", [["eval", "eval.perplexity_window=64"], ["generate", "--prompt", "a"]])
+def test_predictions_that_are_not_finite_are_refused_though_the_weights_are(
+    wide: Wide, workplace: Path, model_folder: Path, command: list[str]
+) -> None:
+    broken = copy_of(model_folder, workplace / "broken")
+    with_weights(broken, lambda tensors: tensors[UP].fill_(1e38))
+    options = ["--run-dir", "r"] if command[0] == "eval" else []
+    wide(*command, "--model", "broken", *options).refused_with("the model predicts NaN in float32", code=1)
+    assert nothing_measured(workplace)
+
+
+def test_tasks_refuse_predictions_that_are_not_finite(wide: Wide, workplace: Path, model_folder: Path) -> None:
+    broken = copy_of(model_folder, workplace / "broken")
+    with_weights(broken, lambda tensors: tensors[UP].fill_(1e38))
+    asked = ("--tasks", "openbookqa", "--data-root", write_questions(workplace / "data"), "--offline")
+    refused = wide("eval", "--model", "broken", *asked, "eval.perplexity=[]", "--run-dir", "r")
+    refused.refused_with("the model predicts NaN in float32", code=1)
+    assert nothing_measured(workplace)

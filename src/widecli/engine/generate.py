@@ -13,6 +13,7 @@ from torch import Tensor
 
 from widecli.engine.sampling import Sampler, Sampling
 from widecli.errors import UsageError
+from widecli.model.finite import not_finite
 
 if TYPE_CHECKING:
     from widecli.engine.model import InferenceModel
@@ -95,9 +96,12 @@ def generate(
     session.reset_skipped()
     ids = as_batch(prompts)
     started = time.perf_counter()
-    token = sampler(session.prefill(ids, lengths))
+    logits = session.prefill(ids, lengths)
+    token = sampler(logits)
     _wait(device)
     prefilled = time.perf_counter()
+    if bool(torch.isnan(logits).any()):  # the most likely of these would be some token, always the same
+        raise not_finite(logits)
     output = _Output(len(prompts), stop, on_token)
     unread = deque([_Sent(token)])
     launched = 1

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from widecli.errors import WideError
 from widecli.evaluate.protocol import EvalProtocol
-from widecli.evaluate.texts import perplexity_text, split_windows
+from widecli.evaluate.texts import NAMED_TEXTS, perplexity_text, split_windows
 from widecli.storage import user_cache, write_text
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def dense_key(backbone: Backbone, section: EvalSection, tasks: Sequence[Any], *,
             },
             "tokenizer": _tokenizer(backbone.tokenizer),
             "protocol": EvalProtocol.from_section(section).as_dict(),
-            "texts": [_text(name, section.data_root, offline) for name in section.perplexity],
+            "texts": [_named_text(name, section.data_root, offline) for name in section.perplexity],
             "tasks": [_task(task, section.limit) for task in _each_task(tasks)],
             "code": _code(),
         }
@@ -118,9 +118,16 @@ def _tokenizer(tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _text(name: str, data_root: str | None, offline: bool) -> dict[str, str]:
-    _, content = perplexity_text(split_windows(name)[0], data_root, offline)
-    return {"name": Path(name).name, "sha256": hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()}
+def _named_text(name: str, data_root: str | None, offline: bool) -> str | None:
+    """SHA-256 of a text that is known by name, which other versions of Python or of a data set have otherwise.
+
+    None for a file: the protocol has its contents.
+    """
+    text, _ = split_windows(name)
+    if text not in NAMED_TEXTS:
+        return None
+    _, content = perplexity_text(text, data_root, offline)
+    return hashlib.sha256("".join(content).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _each_task(tasks: Sequence[Any]) -> Iterator[Any]:

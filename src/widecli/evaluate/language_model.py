@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from widecli.errors import UsageError, WideError
 from widecli.evaluate.backoff import is_out_of_memory, release_memory
 from widecli.evaluate.scoring_plan import BatchLimits, Row, kept_positions, make_rows, next_batch
+from widecli.model.finite import not_finite
 from widecli.model.positions import positions as positions_of
 from widecli.model.vocabulary import refuse_unknown, vocabulary
 from widecli.ranks import current
@@ -175,6 +177,8 @@ class ScoringModel(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         if pending is not None:
             bar.update(_collect(*pending, answers))
         bar.close()
+        if any(math.isnan(score) for score, _ in answers):
+            raise not_finite(self.model)
         found = [(index, answers[index]) for row in rows for index, _ in row.continuations]
         for index, answer in (pair for part in ranks.gather(found) for pair in part):
             answers[index] = answer

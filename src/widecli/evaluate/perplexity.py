@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from widecli.errors import UsageError, WideError
 from widecli.evaluate.backoff import is_out_of_memory, release_memory
 from widecli.evaluate.texts import PERPLEXITY_TOKEN_CAPS, perplexity_key, perplexity_text, split_windows
+from widecli.model.finite import not_finite
 from widecli.model.vocabulary import refuse_unknown
 from widecli.ranks import ALONE, Ranks
 
@@ -135,6 +136,8 @@ def token_perplexity(
     if sums:
         by_window[ranks.rank :: ranks.size] = torch.cat(sums).cpu().double()
     nll_sum = float(ranks.total(by_window).sum())
+    if math.isnan(nll_sum):
+        raise not_finite(model)
     # exp overflows a float beyond 709; a model that bad has an infinite perplexity, not a crash.
     value = math.exp(nll_sum / scored) if nll_sum / scored < 709 else math.inf
     return PerplexityResult(value, nll_sum, scored, window, step, len(cuts), bos is not None)

@@ -284,6 +284,15 @@ def origin_of(directory: Path) -> dict[str, Any]:
     }
 
 
+def loaded_files(config: CheckpointConfig) -> tuple[str, ...]:
+    """Every file that `attach` reads, by its path in the checkpoint."""
+    from widecli.model import adapter
+
+    folder = config.adapter_folder
+    of_adapter = tuple(f"{folder}/{name}" for name in (adapter.CONFIG, adapter.WEIGHTS)) if folder else ()
+    return (*routing_files(config), *of_adapter)
+
+
 def content_hash(directory: Path) -> str:
     """Names what a checkpoint decides and adds: 8 hex digits of its routing files and its adapter."""
     from widecli.model.adapter import WEIGHTS

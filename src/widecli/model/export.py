@@ -49,6 +49,7 @@ class MergeCheck:
 def export_copy(directory: Path, out: Path, card: str) -> None:
     """Copy a checkpoint without its training state: routing, adapter, recipe, config, and `card` as its README."""
     config = checkpoint.read_config(directory)
+    checkpoint.refuse_changed(directory, config, checkpoint.loaded_files(config))
     with atomic_directory(out) as scratch:
         for name in (checkpoint.CONFIG, *checkpoint.routing_files(config), RECIPE):
             shutil.copyfile(directory / name, scratch / name)
