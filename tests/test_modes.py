@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 
 from widecli.errors import WideError
 from widecli.evaluate.dense_cache import DenseCache
-from widecli.storage import atomic_directory, home, try_lock, user_cache, write_text
+from widecli.storage import atomic_directory, home, replace_unusable_caches, try_lock, user_cache, write_text
 
 
 @contextmanager
@@ -117,3 +119,29 @@ def test_doctor_and_the_record_of_the_machine_do_without_a_home(homeless: Path) 
     assert {check.name for check in checkup(offline=True)} >= {"token cache", "hub cache", "runs"}
     assert environment()["command_line"] is not None
     assert is_logged_in() in (True, False)
+
+
+@pytest.mark.parametrize("variable", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
+def test_a_folder_to_compile_into_that_cannot_be_used_costs_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    (tmp_path / "a-file").write_text("")
+    said: list[str] = []
+    for named in ("/proc/none", str(tmp_path / "a-file"), str(tmp_path / "a-file" / "below")):
+        monkeypatch.setenv(variable, named)
+        replace_unusable_caches(said.append)
+        found = os.environ[variable]
+        assert found != named and Path(found).is_dir() and mode(Path(found)) == 0o700
+        assert f"{variable}={named} cannot be used" in said.pop() and not said
+    monkeypatch.setenv(variable, str(tmp_path / "new"))
+    replace_unusable_caches(said.append)
+    assert os.environ[variable] == str(tmp_path / "new") and not said
+
+
+def test_a_command_runs_though_nothing_can_be_compiled_into_the_folder_named(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "widecli", "profile", "--shape", "128x256x2", "--gen", "4", "--seconds", "0.01"]
+    paths = os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p)
+    environment = {**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_CACHE_DIR": "/proc/none"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("warning: TORCHINDUCTOR_CACHE_DIR=/proc/none cannot be used") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import hashlib
@@ -52,6 +53,27 @@ def user_cache() -> Path:
                 "XDG_CACHE_HOME"
             )
     return folder
+
+
+def replace_unusable_caches(warn: Callable[[str], None]) -> None:
+    """Where a folder that torch or Triton compile into cannot be written, let them use a temporary one and say so.
+
+    torch fails as soon as it is used otherwise, also where nothing is compiled.
+    """
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        named = os.environ.get(variable)
+        if not named:
+            continue
+        try:
+            Path(named).mkdir(parents=True, exist_ok=True)
+            reason = None if os.access(named, os.W_OK | os.X_OK) else "not writable"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if reason is None:
+            continue
+        os.environ[variable] = folder = tempfile.mkdtemp(prefix="wide-compiled-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        warn(f"{variable}={named} cannot be used ({reason}): what is compiled now is compiled again next time")
 
 
 @contextlib.contextmanager

@@ -79,11 +79,13 @@ def ends_in_a_sentence(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
-        from widecli.cli.console import complain
+        from widecli.cli.console import complain, warn
         from widecli.cli.launch import complain_as_rank
         from widecli.ranks import is_lost_contact
+        from widecli.storage import replace_unusable_caches
 
         try:
+            replace_unusable_caches(warn)
             command(*args, **kwargs)
         except WideError as error:
             if os.environ.get("WIDE_DEBUG") == "1":
