@@ -173,14 +173,14 @@ def read_config(directory: Path) -> CheckpointConfig:
     try:
         adapter, merged = data.get("adapter"), data.get("merged")
         return CheckpointConfig(
-            backbone=BackboneIdentity(**data["backbone"]),
+            backbone=BackboneIdentity.from_json(data["backbone"]),
             plan=RoutingPlan.from_json(data["plan"]),
             step=int(data["step"]),
             recipe_hash=data["recipe_hash"],
             achieved=data["achieved"],
             adapter={k: v for k, v in adapter.items() if k != "folder"} if adapter else None,
             origin=data.get("origin"),
-            merged=BackboneIdentity(**merged) if merged else None,
+            merged=BackboneIdentity.from_json(merged) if merged else None,
             files=dict(data.get("files") or {}),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -66,6 +66,17 @@ class BackboneIdentity:
         revision = revision or getattr(config, "_commit_hash", None)
         return cls(name, revision, config_hash(config), weights, config_settings(config))
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> BackboneIdentity:
+        """Inverse of `asdict`. Raises TypeError or ValueError for what no identity holds."""
+        found = cls(**data)
+        texts = (found.id, found.config_hash, found.revision or "", found.weights_hash or "")
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("a model's id, revision or hash is no text")
+        if not isinstance(found.settings, Mapping | None):
+            raise ValueError(f"a model's settings are {found.settings!r}, no table")
+        return found
+
     @property
     def fingerprint(self) -> str | None:
         """Names what the model computes, for caches: hex digits; None where its weights have no hash."""
