@@ -57,6 +57,14 @@ def test_a_file_that_lacks_tensors_is_refused_by_name_and_not_kept(tmp_path: Pat
     assert not cache.exists() or not list(cache.iterdir())
 
 
+def test_an_adapter_beside_the_file_is_refused(tmp_path: Path, cache: Path) -> None:
+    file = write_gguf(tmp_path / "m.gguf")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"m\.gguf holds a whole model and an adapter beside it"):
+        load(file)
+    assert not cache.exists() or not list(cache.iterdir())
+
+
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-5] ^= 0x40

@@ -144,6 +144,8 @@ def test_a_value_too_large_for_float16_is_refused_there_alone(folder: Path) -> N
 def test_integers_and_empty_tensors_are_finite() -> None:
     sound = [("a", torch.zeros(0)), ("b", torch.tensor([1, 2])), ("c", torch.tensor([3e38]))]
     assert first_not_finite(sound) is None and first_not_finite([]) is None
+    eight = torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)
+    assert first_not_finite([*sound, ("e", eight)]) == "e" and first_not_finite([("e", eight[:1])]) is None
     assert first_not_finite([*sound, ("d", torch.tensor([[0.0], [float("nan")]]))]) == "d"
 
 

@@ -22,7 +22,6 @@ from widecli.model.pretrained import (
     read_config,
     read_model,
     read_tokenizer,
-    refuse_adapter,
     refuse_not_finite,
     trusts_remote_code,
 )
@@ -125,9 +124,8 @@ def empty_backbone(section: ModelSection, dtype: torch.dtype) -> tuple[Any, Any,
     options: dict[str, Any] = {} if section.attention == "auto" else {"attn_implementation": section.attention}
     with explained(name, place):
         folder = Path(place) if Path(place).is_dir() else _downloaded(place, section.revision)
-        refuse_adapter(name, str(folder))
-        tokenizer = read_tokenizer(name, str(folder))
         config = read_config(name, str(folder))
+        tokenizer = read_tokenizer(name, str(folder))
         model = empty_model(config, dtype, **options)
     if not any(folder.glob("*.safetensors")):
         raise UsageError(

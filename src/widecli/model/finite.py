@@ -28,6 +28,7 @@ def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     for name, tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():
             names.append(name)
-            ends.append(torch.stack(torch.aminmax(tensor)).float())
+            wide = tensor.float() if tensor.dtype.itemsize < 2 else tensor  # of 8 bits there is no minimum
+            ends.append(torch.stack(torch.aminmax(wide)).float())
     finite = torch.isfinite(torch.stack(ends)).all(dim=1).tolist() if ends else []
     return next((name for name, is_finite in zip(names, finite, strict=True) if not is_finite), None)

@@ -107,7 +107,7 @@ def refuse_adapter(name: str, place: str, revision: str | None = None) -> None:
         return
     file = Path(found).name
     quietly = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
-    if cached_file(place, "config.json", revision=revision, **quietly) is not None:
+    if name.endswith(".gguf") or cached_file(place, "config.json", revision=revision, **quietly) is not None:
         raise UsageError(
             f"{name} holds a whole model and an adapter beside it ({file}), which may be merged into it already: move "
             "the adapter's files away to use the model, or merge them first if they are not"
