@@ -177,7 +177,12 @@ def settings(name: str) -> dict[str, Any]:
 
 def regrouped_recipe(name: str) -> dict[str, Any]:
     """The recipe of one of those runs."""
-    recipe: dict[str, Any] = yaml.safe_load((HERE / REGROUPED / f"calibrate-{name}" / "recipe.yaml").read_text())
+    return recipe_at(HERE / REGROUPED / f"calibrate-{name}" / "recipe.yaml")
+
+
+def recipe_at(path: Path) -> dict[str, Any]:
+    """A stored recipe as it stands."""
+    recipe: dict[str, Any] = yaml.safe_load(path.read_text())
     return recipe
 
 
@@ -259,6 +264,10 @@ def main() -> None:
         quality(again, load(ARTICLES, "calibrate")),
         render_regrouped.HEAD,
         render_regrouped.finished(load(REGROUPED, "eval"), load(REGROUPED, "calibrate"), regrouped_recipe),
+        render_regrouped.SECOND_HEAD,
+        render_regrouped.second(
+            HERE / REGROUPED / "second", recipe_at, regrouped_recipe("distill-fast-compensation-lr4e-3")
+        ),
         render_regrouped.SEARCH_HEAD,
         render_regrouped.search(HERE / REGROUPED / "search.json"),
         render_regrouped.CUT_HEAD,
