@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from wide_kernels.gemm_mn.launch import gated_mlp_up, gemm_mn
     from wide_kernels.layout import RouteLayout, route_layout
     from wide_kernels.norm_route.launch import norm_route
-    from wide_kernels.norm_route.pieces import in_pieces
+    from wide_kernels.norm_route.pieces import in_pieces, side_by_side
     from wide_kernels.stand_in import StandIn, stand_in_weight
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "in_pieces",
     "norm_route",
     "route_layout",
+    "side_by_side",
     "stand_in_weight",
 ]
 
@@ -61,6 +62,7 @@ _HOMES = {
     "in_pieces": "norm_route.pieces",
     "norm_route": "norm_route.launch",
     "route_layout": "layout",
+    "side_by_side": "norm_route.pieces",
     "stand_in_weight": "stand_in",
 }
 

@@ -178,8 +178,9 @@ def test_weights_of_what_is_added_are_cast_once_and_the_norm_is_in_the_bypass() 
     assert torch.equal(stand_in.standing[:, :4], made.mean.t().bfloat16())
     assert torch.equal(stand_in.standing[:, 4:12], made.up.bfloat16())
     norm = pair.engine.weights.layers[0].ffn_norm.weight
-    assert stand_in.bypass is not None
-    assert torch.equal(stand_in.bypass, (made.down * norm.float()).bfloat16())
+    decision = pair.engine.layers[0].ffn
+    assert decision is not None and decision.bypass is not None
+    assert torch.equal(decision.bypass, (made.down * norm.float()).bfloat16())
 
 
 def test_a_plan_that_compensates_needs_something_to_do_it_with() -> None:

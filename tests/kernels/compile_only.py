@@ -42,7 +42,7 @@ D, F, G, T, RANK = 4096, 14336, 128, 16384, 32
 GROUPS = F // G
 BYPASS = 32  # rank of the bypass around skipped groups; with their means it makes STANDING columns
 STANDING = GROUPS + BYPASS
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 ANYWHERE = torch.device("cpu")  # configurations that differ on a GPU at hand take that of none
 
 
@@ -181,11 +181,12 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
         )
     down: dict[str, Any] = {"K": F, "G": G, "HAS_RESIDUAL": True}
     standing = {"": {"P": 0, "RB": 0}, " standing": {"P": STANDING, "RB": BYPASS}}
+    chunks = {"": {"PC": 0}, " standing": k_one.STANDING}
     for early, (name, stands) in itertools.product((False, True), standing.items()):
         found[f"vector_k early={early}{name}"] = (
             k_one.vector_kernel,
             f"{p} {p} {p} {p} *u8 {p} {p}",
-            down | stands | {"EARLY": early} | k_one.vector_config(D, F, G, dtype, ANYWHERE),
+            down | stands | chunks[name] | {"EARLY": early} | k_one.vector_config(D, F, G, dtype, ANYWHERE),
         )
     for rows, (name, stands) in itertools.product((16, 64, 128), standing.items()):
         sizes = down | stands | {"N": D, "NP": 128, "BP": k_few.STANDING_STEP, "EARLY": rows == 16}
@@ -194,13 +195,22 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
             f"{p} {p} {p} {p} *fp32 *i32 *u8 {p} {p} i32 i32",
             sizes | {"PRECISION": precision} | k_few.rows_config(rows, D, F, G, dtype, ANYWHERE),
         )
-    for rows in (1024, T):
-        sizes = standing[" standing"] | {"N": D, "N_G": GROUPS, "NP": 128, "HAS_RESIDUAL": True, "EARLY": rows < T}
-        found[f"tile_compensate {rows}"] = (
+    sizes = {"N_G": GROUPS, "RB": BYPASS, "P": STANDING, "NP": 128} | compensate_configs.left_config(STANDING, ANYWHERE)
+    found["left_compensate"] = (compensate_kernels.left_kernel, f"*u8 {p} {p} i32", sizes)
+    tiles = {"N": D, "HAS_RESIDUAL": True, "PRECISION": precision}
+    for rows, width in itertools.product((1024, T), (STANDING, 48)):
+        found[f"tile_compensate {rows} {width}"] = (
             compensate_kernels.tile_kernel,
-            f"{p} {p} *u8 {p} {p} i32",
-            sizes | {"PRECISION": precision} | compensate_configs.tile_config(rows, D, STANDING, dtype, ANYWHERE),
+            f"{p} {p} {p} {p} i32",
+            tiles | {"P": width} | compensate_configs.tile_config(rows, D, width, dtype, ANYWHERE),
         )
+        walk = compensate_configs.walk_config(rows, D, width, dtype, ANYWHERE)
+        if walk is not None:
+            found[f"walk_compensate {rows} {width}"] = (
+                compensate_kernels.walk_kernel,
+                f"{p} {p} {p} {p} i32",
+                {"N": D, "HAS_RESIDUAL": True, "P": width} | walk,
+            )
     norm: dict[str, Any] = {"D": D, "R": RANK, "RP": RANK, "NORMALISED": True, "TAP_EPS": 1e-6, "HALVES": "both"}
     norm["PARTS"] = 1 if dtype is torch.float32 else 2
     norm["N_G"] = GROUPS
@@ -208,11 +218,10 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
     row_types = "{x} {x} {w1} *fp32 *fp32 *fp32 {x} *i32 {x} *u8 {x} i32 fp32"
     for rows, bypass in itertools.product((1, T), (0, BYPASS)):
         norm |= {"RB": bypass, "RBP": max(16, bypass)}
-        wide = norm_configs.row_words(RANK, bypass)
-        one = norm_configs.row_config(rows, D, max(RANK, wide // 2), dtype, ANYWHERE)
-        words = {"EARLY": True, "WIDE": wide, "WORDS": 32 * wide + 32}
+        one = norm_configs.row_config(rows, D, max(RANK, bypass), dtype, ANYWHERE)
+        words = {"EARLY": True, "WORDS": 32 * 2 * (RANK + bypass) + 32}
         name = f"{rows}" + " bypass" * bool(bypass)
-        chunk = one | words if one else norm_configs.chunk_config(rows, D, dtype, ANYWHERE)
+        chunk = one | words if one else {"PACKED": False} | norm_configs.chunk_config(rows, D, dtype, ANYWHERE)
         del chunk["TOGETHER"]  # the launcher's
         found[f"norm_route {name}"] = (
             norm_rows.row_kernel if one else norm_kernels.chunk_kernel,
@@ -225,6 +234,12 @@ def kernels(dtype: torch.dtype) -> dict[str, tuple[Any, str, dict[str, Any]]]:
                 (row_types if one else norm_types).format(x=p, w1=p),
                 norm | {"PARTS": 3} | chunk,
             )
+            if not one:
+                found[f"norm_route packed {name}"] = (
+                    norm_kernels.chunk_kernel,
+                    norm_types.format(x=p, w1=p),
+                    norm | chunk | {"PARTS": 3, "PACKED": True, "RBP": RANK},
+                )
     return found
 
 

@@ -116,13 +116,38 @@ def test_a_bypass_reads_what_the_part_reads(
     torch.testing.assert_close(reduced, expected, rtol=1e-3 if dtype is torch.float16 else 1e-5, atol=1e-5)
 
 
-def test_a_bypass_of_few_words_does_not_take_the_row_kernel_away() -> None:
-    from wide_kernels.norm_route.configs import row_config, row_words
+@pytest.mark.parametrize(("rank", "bypass"), [(16, 16), (32, 32), (32, 5), (16, 0), (16, 24), (20, 20)])
+@pytest.mark.parametrize("tap", ["residual", "normalised"])
+@pytest.mark.parametrize("rows", [1, 20, 70])
+def test_pieces_beside_a_bypass_say_what_they_say_apart(
+    rows: int, rank: int, bypass: int, tap: str, device: str
+) -> None:
+    given = {name: tensor.to(device) for name, tensor in example(rows, 336, rank, groups=7).items()}
+    given |= {name: given[name].half() for name in ("x", "norm_weight")}
+    given["w1"] = wk.in_pieces(given["w1"], torch.float16)
+    folded = torch.randn(bypass, 336, generator=torch.Generator().manual_seed(2)).to(device).half() / 16
+    apart = wk.norm_route(**given, eps=1e-5, tap=tap, bypass=folded if bypass else None, backend="torch")
+    if bypass:
+        given["w1"], folded = wk.side_by_side(given["w1"], folded)
+        assert torch.equal(folded, given["w1"].as_strided((bypass, 336), (336, 1), 3 * rank * 336))
+    together = wk.norm_route(**given, eps=1e-5, tap=tap, bypass=folded if bypass else None, backend="triton")
+    assert len(together) == len(apart) == (3 if bypass else 2)
+    for ours, theirs in zip(together, apart, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=1e-5)  # no two of these logits come close
 
-    for rank, bypass in ((32, 0), (32, 32), (32, 128), (64, 32)):
-        wide = row_words(rank, bypass)
-        assert wide >= rank + 4 + bypass and wide % rank == 0
-        config = row_config(1, 4096, max(rank, wide // 2), torch.bfloat16, torch.device("cpu"))
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    pieces = torch.zeros(3, 4, 16, dtype=torch.float16)
+    for bypass in (torch.zeros(2, 8).half(), torch.zeros(2, 16), torch.zeros(16).half()):
+        with pytest.raises(wk.UnsupportedError, match="side_by_side"):
+            wk.side_by_side(pieces, bypass)
+
+
+def test_a_bypass_of_usual_rank_does_not_take_the_row_kernel_away() -> None:
+    from wide_kernels.norm_route.configs import row_config
+
+    for widest in (16, 32, 64, 128):
+        config = row_config(1, 4096, widest, torch.bfloat16, torch.device("cpu"))
         assert config is not None and config["BD"] >= 64
 
 

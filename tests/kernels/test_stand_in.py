@@ -147,10 +147,25 @@ def test_compensate_adds_what_gemm_k_does(rows: int, groups: int, rank: int, col
     zeros = torch.zeros(rows, groups * 16, dtype=dtype, device=DEVICE)
     expected = wk.gemm_k(zeros, given["weight"], residual=residual, mask=mask, stand_in=stand_in, backend="torch")
     before = residual.clone()
-    for form in ({"mask": mask}, {"layout": wk.route_layout(mask)}, {"mask": mask, "early": True}):
+    for form in ({"mask": mask}, {"layout": wk.route_layout(mask)}):
         y = wk.compensate(residual, stand_in, **form, backend="triton")
         torch.testing.assert_close(y, expected, **CLOSE[dtype])
     assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize(("groups", "rank", "columns"), [(24, 32, 80), (3, 0, 48), (112, 32, 144), (16, 0, 16)])
+def test_very_many_rows_walk_along_the_columns(
+    groups: int, rank: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from wide_kernels.compensate import configs
+
+    monkeypatch.setattr(configs, "WALKING_ROWS", 64)
+    given = example(200, groups, rank, columns=columns, dtype=torch.float16)
+    stand_in, residual, mask = (given[name] for name in ("stand_in", "residual", "mask"))
+    assert configs.walk_config(200, columns, stand_in.weight.shape[1], torch.float16, residual.device) is not None
+    expected = wk.compensate(residual, stand_in, mask=mask, backend="torch")
+    y = wk.compensate(residual, stand_in, mask=mask, backend="triton")
+    torch.testing.assert_close(y, expected, **CLOSE[torch.float16])
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -37,8 +37,10 @@ def test_what_is_added_for_skipped_groups_counts_with_the_routers() -> None:
         engine = InferenceModel.from_routed(
             routed.backbone, routed.plan, routed.routers, compensations=routed.compensations
         )
-        packed = [stand_in for layer in engine.layers for stand_in in layer.stand_ins.values()]
-        size = sum(4 * (s.standing.numel() + s.bypass.numel()) for s in packed if s.bypass is not None)
+        packed = [stand_in.standing for layer in engine.layers for stand_in in layer.stand_ins.values()]
+        readers = [r for layer in engine.layers for r in (layer.attention, layer.ffn, layer.reduction) if r is not None]
+        packed += [reader.bypass for reader in readers if reader.bypass is not None]
+        size = sum(4 * tensor.numel() for tensor in packed)
         assert compensations_bytes(shape, routed.plan, FP32) == size > 0
         found = memory_model(shape, routed.plan, 1, 8, 8, FP32, tied=False)
         assert found.routers == routers_bytes(shape, routed.plan) + size

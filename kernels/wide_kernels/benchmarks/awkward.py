@@ -214,7 +214,7 @@ def stand_in_errors(
             )
         if _takes(backend, "compensate", residual, stand_in, mask=mask):
             poison_free_memory(case.rows * case.other, dtype, str(h.device))
-            y = wk.compensate(residual, stand_in, mask=mask, early=rank == 0, backend=backend)
+            y = wk.compensate(residual, stand_in, mask=mask, backend=backend)
             yield f"compensate {rank}", relative_error(y, start), bound
 
 

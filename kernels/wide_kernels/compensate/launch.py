@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from wide_kernels.checks import is_bool, shape_of, strided
+from wide_kernels.checks import shape_of, strided
 from wide_kernels.compensate.reference import compensate_reference
 from wide_kernels.dispatch import Problem, choose
 from wide_kernels.layout import RouteLayout, decision
@@ -20,7 +20,6 @@ def compensate(
     layout: RouteLayout | None = None,
     *,
     mask: Tensor | None = None,
-    early: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """What stands in for skipped groups, added to the residual stream: residual + [1 - m, u reduced] weight^T [T, N].
@@ -28,12 +27,10 @@ def compensate(
     residual [T, N] in the dtype of `stand_in`; `layout` or `mask` bool [T, N_G] is the decision m, u = mean(1 - m). For
     products of whole inputs by a library; `gemm_k` takes a `stand_in` itself. Sums in fp32, rounded once.
     Differentiable in residual and stand_in. Raises UnsupportedError.
-
-    `early` vouches that everything but the residual was complete before the launch that precedes this one.
     """
-    chosen = choose(compensate_problem(residual, stand_in, layout, mask=mask, early=early), backend)
+    chosen = choose(compensate_problem(residual, stand_in, layout, mask=mask), backend)
     routed = decision("compensate", residual, layout, mask)
-    y = torch.ops.wide_kernels.compensate(residual, stand_in.weight, routed, stand_in.reduced, early, chosen)
+    y = torch.ops.wide_kernels.compensate(residual, stand_in.weight, routed, stand_in.reduced, chosen)
     return cast(Tensor, y)
 
 
@@ -43,11 +40,9 @@ def compensate_problem(
     layout: RouteLayout | None = None,
     *,
     mask: Tensor | None = None,
-    early: bool = False,
 ) -> Problem:
     """The facts that decide the backend of `compensate`; raises UnsupportedError for what no backend takes."""
     op = "compensate"
-    is_bool(op, early=early)
     rows, columns = shape_of(op, "residual", residual, "T N")
     groups = decision(op, residual, layout, mask).shape[1]
     sizes = check_stand_in(op, residual, stand_in, rows, groups, columns)
@@ -57,15 +52,13 @@ def compensate_problem(
 @torch.library.custom_op(
     "wide_kernels::compensate",
     mutates_args=(),
-    schema="(Tensor residual, Tensor weight, Tensor mask, Tensor? reduced, bool early, str backend) -> Tensor",
+    schema="(Tensor residual, Tensor weight, Tensor mask, Tensor? reduced, str backend) -> Tensor",
 )
-def _compensate(
-    residual: Tensor, weight: Tensor, mask: Tensor, reduced: Tensor | None, early: bool, backend: str
-) -> Tensor:
+def _compensate(residual: Tensor, weight: Tensor, mask: Tensor, reduced: Tensor | None, backend: str) -> Tensor:
     if backend == "triton":
         from wide_kernels.compensate.triton import add
 
-        return add(residual, weight, mask, reduced, early)
+        return add(residual, weight, mask, reduced)
     return compensate_reference(residual, weight, mask, reduced)
 
 
@@ -83,7 +76,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     weight, mask, reduced = ctx.saved_tensors
     needs = ctx.needs_input_grad
     to_weight, to_reduced = stand_in_gradients(gradient, weight, mask, reduced, (needs[1], needs[3]))
-    return gradient if needs[0] else None, to_weight, None, to_reduced, None, None
+    return gradient if needs[0] else None, to_weight, None, to_reduced, None
 
 
 _compensate.register_autograd(_backward, setup_context=_save)

@@ -29,6 +29,10 @@ from wide_kernels.tuning.tiles import largest_power, padded_rows
 from wide_kernels.vector_tiles import products_with, weights_of
 
 MOST_COMPARED = 8192  # (groups of a step) x (all groups): what finding the groups of a step takes
+STANDING = {"PC": 16, "maxnreg": 64}
+"""Chunks of a tile of what stands in, and registers: 8 programs of 128 threads must fit on a multiprocessor as they do
+without it, so that all of a Llama-3.1-8B's 1024 are resident at once; of 68 registers 7 would.
+"""
 FEWEST_AT_ONCE = 2  # groups of a step, below which skipped ones leave it whole anyway
 
 
@@ -65,6 +69,7 @@ def vector_kernel(
     NP: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     P: tl.constexpr,
+    PC: tl.constexpr,
     RB: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
@@ -74,7 +79,7 @@ def vector_kernel(
 ):
     """One row times BN columns. A step takes BC chunks of 8 values, 16 bytes in half precision.
 
-    P: columns of what stands in for skipped groups (0 = nothing does), RB of them the bypass'.
+    P: columns of what stands in for skipped groups (0 = nothing does), RB of them the bypass', PC chunks a tile.
     """
     if PDL and not EARLY:
         gdc_wait()
@@ -93,31 +98,29 @@ def vector_kernel(
             end = active
     depth, counts = depths(mask, before, end, 0, K, G, AT_ONCE, BC)
     tile = weights_of(weight, columns, depth, counts, K, True)
-    acc = tl.zeros((BC, BN), tl.float32)
+    y = tl.zeros((BN,), tl.float32)
     if P > 0:
         N_G: tl.constexpr = K // G
         share = (N_G - active).to(tl.float32) / N_G if RB > 0 else 0.0
-        for first in tl.static_range(0, P, BC * 8):
-            column = first + tl.arange(0, BC) * 8
+        # In tiles of their own: P has few chunks, and a step of the weights' size would leave most threads idle.
+        for first in tl.static_range(0, P, PC * 8):
+            column = first + tl.arange(0, PC) * 8
             place = column[:, None] + tl.arange(0, 8)[None, :]
             left = coefficients(mask, reduced, 0, place < P, share, place, N_G, RB)
             right = weights_of(standing, columns, column, column < P, P, True)
-            acc += tl.sum(left[:, None, :] * right.to(tl.float32), 2)
+            y += tl.sum(tl.sum(left[:, None, :] * right.to(tl.float32), 2), 0)
     if PDL and EARLY:
         gdc_wait()
         gdc_launch_dependents()
     # Where the next step reads is found while this one's weights are on their way.
     next_depth, next_counts = depths(mask, before, end, STEP, K, G, AT_ONCE, BC)
-    if P > 0:
-        acc += products_with(h, tile, depth, counts, True)
-    else:
-        acc = products_with(h, tile, depth, counts, True)
+    acc = products_with(h, tile, depth, counts, True)
     for first in range(STEP, end, STEP):
         depth, counts = next_depth, next_counts
         tile = weights_of(weight, columns, depth, counts, K, True)
         next_depth, next_counts = depths(mask, before, end, first + STEP, K, G, AT_ONCE, BC)
         acc += products_with(h, tile, depth, counts, True)
-    y = tl.sum(acc, 0)
+    y += tl.sum(acc, 0)
     if HAS_RESIDUAL:
         y += tl.load(residual + columns).to(tl.float32)
     tl.store(out + columns, y.to(out.dtype.element_ty))
@@ -150,6 +153,7 @@ def project(
             h, weight, out if residual is None else residual.contiguous(), out, mask.contiguous().view(torch.uint8),
             out if standing is None else standing, out if read is None else read.contiguous(),
             depth, width, HAS_RESIDUAL=residual is not None, P=0 if standing is None else standing.shape[1],
+            **({"PC": 0} if standing is None else STANDING),
             RB=0 if read is None else read.shape[1], EARLY=early, **config,
         )  # fmt: skip
     return out

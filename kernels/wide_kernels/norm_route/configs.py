@@ -13,6 +13,7 @@ CHUNKS = (512, 256, 128)
 PIECE = 64
 NORMALISED_AT_ONCE = 16384  # elements; many are under way at one time
 
+PACKED_RANK = 32  # of a router whose pieces fit beside a bypass into the registers of one product
 FEW_ROWS = 8  # rows that are served one by one: more read w1 too often
 _ROW_TILE = 8192  # values that a program of a row holds at one time, of w1; of all chunks' sums with zeros twice that
 
@@ -39,15 +40,10 @@ def chunk_config(rows: int, size: int, dtype: torch.dtype, device: torch.device)
     return overlapped({"BN": min(config["BD"], max(PIECE, NORMALISED_AT_ONCE // config["BM"]))} | config)
 
 
-def row_words(rank: int, bypass: int) -> int:
-    """Words that a chunk of a row publishes, a power of two: a bottleneck of `rank` (padded), four, a bypass."""
-    return max(2 * rank, padded_rows(rank + 4 + bypass))
-
-
 def row_config(rows: int, size: int, rank: int, dtype: torch.dtype, device: torch.device) -> dict[str, int] | None:
     """For a few rows: each is cut into chunks of BD; None where tiles of rows serve better.
 
-    `rank`: of the router or the bypass, the larger, padded; half of `row_words` where that is more.
+    `rank`: of the router or the bypass, the larger, padded.
     """
     if rows > FEW_ROWS:
         return None

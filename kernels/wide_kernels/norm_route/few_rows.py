@@ -7,13 +7,16 @@ fence lies between the sums of one program and the result of another. The weight
 are fetched while the launch before this one ends. No tensor core: one row would fill a sixteenth of it. The decision is
 made as in triton.py, whose kernel is for more rows.
 
-The words of a row: CHUNKS times WIDE, a chunk's share of the bottleneck, its sum of squares, some zeros, and its share
-of the bypass; then the bit of the last launch. Programs of one row must be resident at once: as in `meeting.py`, they
-have adjacent numbers and are few, the launcher sees to that.
+A chunk publishes twice where there is a bypass. 2 RP words are for the chunks: its share of the bottleneck, its sum of
+squares, zeros. BYWORDS are for one program more, which owns no chunk and adds up what the bypass reads: the sum of
+squares again, zeros, the chunk's share of the bypass. So nobody waits for words that another one needs. Behind all of
+them stands the bit of the last launch. Programs of one row must be resident at once: as in `meeting.py`, they have
+adjacent numbers and are few, the launcher sees to that.
 
-    x --+--> w1 x, x^2, A x of a chunk --> words --> sums of all chunks --+--> normalised x of the chunk  (all programs)
-        |                                                                 +--> decisions on some groups   (the first)
-        +--> kept in registers for the normalised x                       +--> A x / rms, what is reduced (the last)
+    x --+--> w1 x, x^2 of a chunk --> words --> sums of all chunks --+--> normalised x of the chunk  (all chunks)
+        |                                                            +--> decisions on some groups   (the first ones)
+        +--> A x, x^2 of a chunk --> words --> sums of all chunks -----> A x / rms, what is reduced  (one program more)
+        +--> kept in registers for the normalised x
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -33,39 +36,142 @@ def published(value, turn):
 
 
 @triton.jit
-def received(
-    words,
-    turn,
-    wanted,
-    CHUNKS: tl.constexpr,
-    CP: tl.constexpr,
-    RP: tl.constexpr,
-    WIDE: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):
-    """(bottleneck [RP], sum of squares, all columns [WIDE]) of a row, summed over all chunks; of the columns only the
-    `wanted` first ones. TOGETHER: as soon as this launch has put them.
+def received(words, turn, CHUNKS: tl.constexpr, CP: tl.constexpr, RP: tl.constexpr, TOGETHER: tl.constexpr):
+    """(products [RP], sum of squares) of a row, summed over all chunks; TOGETHER: as soon as this launch has put them.
 
     One load for all of them, of 512 words or more (CP and RP are 16 at least), so that no two threads hold the same
     one: of a smaller tensor they would, and the wait would see one copy where the sum may take another, older one.
     """
     chunk = tl.arange(0, CP)
-    column = tl.arange(0, WIDE)  # the bottleneck, the sum of squares, zeros, the bypass, nothing
-    places = words + chunk[:, None] * WIDE + column[None, :]
-    known = (chunk < CHUNKS)[:, None] & (column < wanted)[None, :]
+    column = tl.arange(0, 2 * RP)  # the products, the sum of squares, zeros, nothing
+    places = words + chunk[:, None] * (2 * RP) + column[None, :]
+    known = (chunk < CHUNKS)[:, None] & (column < RP + 4)[None, :]
     word = tl.load(places, mask=known, other=turn, volatile=True)
     if TOGETHER:
         while tl.max(tl.max((word ^ turn) & 1, 1), 0) != 0:
             word = tl.load(places, mask=known, other=turn, volatile=True)
     total = tl.sum((word & -2).to(tl.float32, bitcast=True), 0)
-    if WIDE == 2 * RP:
-        whole, square = tl.split(tl.trans(tl.reshape(total, (2, RP))))
-        square = tl.sum(tl.where(tl.arange(0, RP) < 4, square, 0.0), 0)
-    else:
-        part = tl.arange(0, WIDE // RP)[:, None]
-        whole = tl.sum(tl.where(part == 0, tl.reshape(total, (WIDE // RP, RP)), 0.0), 0)
-        square = tl.sum(tl.where(column == RP, total, 0.0), 0)
-    return whole, square, total
+    whole, square = tl.split(tl.trans(tl.reshape(total, (2, RP))))
+    return whole, tl.sum(square, 0)
+
+
+@triton.jit
+def gather_bypass(
+    words,
+    last_turn,
+    reduced,
+    eps,
+    D: tl.constexpr,
+    RB: tl.constexpr,
+    RBP: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CP: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """Store what the bypass reads of a row. It comes last, so it also puts the bit of this launch."""
+    turn = 1
+    if TOGETHER:
+        turn = tl.load(last_turn, volatile=True) ^ 1
+    total, square = received(words, turn, CHUNKS, CP, RBP, TOGETHER)
+    if TOGETHER:  # everybody has put a sum and so knows the turn
+        tl.store(last_turn, turn)
+    by = tl.arange(0, RBP)
+    value = total * tl.rsqrt(square / D + eps)
+    tl.store(reduced + by, value.to(reduced.dtype.element_ty), mask=by < RB)
+
+
+@triton.jit
+def serve_chunk(
+    x,
+    norm_weight,
+    w1,
+    b1,
+    w2,
+    b2,
+    bypass,
+    words,
+    bywords,
+    last_turn,
+    out,
+    decided,
+    chunk,
+    eps,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    N_G: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    TAP_EPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    HALVES: tl.constexpr,
+    RP: tl.constexpr,
+    RB: tl.constexpr,
+    RBP: tl.constexpr,
+    BD: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CP: tl.constexpr,
+    BG: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One chunk of D of one row; all pointers of a row's own are at that row."""
+    ACROSS: tl.constexpr = (N_G + BG - 1) // BG
+    d = chunk * BD + tl.arange(0, BD)
+    known = d < D
+    rank = tl.arange(0, RP)
+    gain = tl.load(norm_weight + d, mask=known, other=0.0)
+    # Every chunk decides for some groups; those beyond ACROSS have nothing to decide.
+    weight, bias = differences(w2, b2, (chunk % ACROSS) * BG, N_G, R, RP, BG)
+    first_bias = tl.load(b1 + rank, mask=rank < R, other=0.0)
+    there = (rank < R)[:, None] & known[None, :]
+    place = w1 + rank[:, None] * D + d[None, :]
+    down = tl.load(place, mask=there, other=0.0).to(tl.float32)
+    if PARTS > 1:
+        for piece in tl.static_range(1, PARTS):
+            down += tl.load(place + piece * R * D, mask=there, other=0.0).to(tl.float32)
+    by = tl.arange(0, RBP)
+    if RB > 0:
+        around = tl.load(bypass + by[:, None] * D + d[None, :], mask=(by < RB)[:, None] & known[None, :], other=0.0)
+    if PDL and EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    TOGETHER: tl.constexpr = HALVES == "both"
+    turn = 1
+    value = tl.load(x + d, mask=known, other=0.0).to(tl.float32)
+    if TOGETHER:
+        last = tl.load(last_turn, volatile=True)
+        turn = last ^ 1
+        # It is 0 or 1. But so the sums wait until every thread has it: once they are seen it may change.
+        value = tl.where(last > 1, 0.0, value)
+    if HALVES != "second":
+        four = tl.arange(0, 4)  # so that everything is read 16 bytes at a time
+        square = published(tl.where(four == 0, tl.sum(value * value, 0), 0.0), turn)
+        own = words + chunk * 2 * RP
+        tl.store(own + rank, published(tl.sum(down * value[None, :], 1), turn))
+        tl.store(own + RP + four, square)
+        if RB > 0:
+            own = bywords + chunk * 2 * RBP
+            tl.store(own + by, published(tl.sum(around.to(tl.float32) * value[None, :], 1), turn))
+            tl.store(own + RBP + four, square)
+    if HALVES != "first":
+        whole, square = received(words, turn, CHUNKS, CP, RP, TOGETHER)
+        mean = square / D
+        if TOGETHER and RB == 0:  # noqa: SIM102 - decided by the compiler, the inner one by the program
+            if chunk == 0:  # everybody has put a sum and so knows the turn
+                tl.store(last_turn, turn)
+        dtype: tl.constexpr = out.dtype.element_ty
+        # Llama's order of roundings: scaled and rounded, then times the weight and rounded.
+        scaled = (value * tl.rsqrt(mean + eps)).to(dtype).to(tl.float32)
+        tl.store(out + d, (scaled * gain.to(tl.float32)).to(dtype), mask=known)
+        if chunk < ACROSS:
+            if NORMALISED:  # w1 (s x) = s (w1 x)
+                whole *= tl.rsqrt(mean + TAP_EPS)
+            whole += first_bias
+            for unit in range(chunk, ACROSS, CHUNKS):
+                if unit >= CHUNKS:
+                    weight, bias = differences(w2, b2, unit * BG, N_G, R, RP, BG)
+                z = tl.sum(whole[:, None] * weight, 0) + bias
+                group = unit * BG + tl.arange(0, BG)
+                tl.store(decided + group, (z >= 0).to(tl.uint8), mask=group < N_G)
 
 
 @triton.jit
@@ -93,7 +199,6 @@ def row_kernel(
     RP: tl.constexpr,
     RB: tl.constexpr,
     RBP: tl.constexpr,
-    WIDE: tl.constexpr,
     BD: tl.constexpr,
     CP: tl.constexpr,
     BG: tl.constexpr,
@@ -101,78 +206,28 @@ def row_kernel(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One chunk of D of one row. HALVES: "first", "second", or "both" with a wait between them. WORDS: of a row.
+    """One chunk of D of one row, or behind them all what the bypass (of rank RB, 0 = there is none) reads of it.
 
-    RB: the bypass' rank, 0 = there is none.
+    HALVES: "first", "second", or "both" with a wait between them. WORDS: of a row.
     """
     CHUNKS: tl.constexpr = (D + BD - 1) // BD
-    BYPASSED: tl.constexpr = (RB + 3) // 4 * 4  # words of it: everything is read 16 bytes at a time
-    ACROSS: tl.constexpr = (N_G + BG - 1) // BG
     chunk = tl.program_id(0)
     row = tl.program_id(1)
-    d = chunk * BD + tl.arange(0, BD)
-    known = d < D
-    rank = tl.arange(0, RP)
+    words += row * WORDS
+    bywords = words + CHUNKS * 2 * RP
+    last_turn = bywords + (CHUNKS * 2 * RBP if RB > 0 else 0)
     if PDL and not EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    gain = tl.load(norm_weight + d, mask=known, other=0.0)
-    # Every chunk decides for some groups; those beyond ACROSS have nothing to decide.
-    weight, bias = differences(w2, b2, (chunk % ACROSS) * BG, N_G, R, RP, BG)
-    first_bias = tl.load(b1 + rank, mask=rank < R, other=0.0)
-    there = (rank < R)[:, None] & known[None, :]
-    place = w1 + rank[:, None] * D + d[None, :]
-    down = tl.load(place, mask=there, other=0.0).to(tl.float32)
-    if PARTS > 1:
-        for piece in tl.static_range(1, PARTS):
-            down += tl.load(place + piece * R * D, mask=there, other=0.0).to(tl.float32)
-    by = tl.arange(0, RBP)
-    if RB > 0:
-        around = tl.load(bypass + by[:, None] * D + d[None, :], mask=(by < RB)[:, None] & known[None, :], other=0.0)
-    if PDL and EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-    words += row * WORDS
-    last_turn = words + CHUNKS * WIDE
-    TOGETHER: tl.constexpr = HALVES == "both"
-    turn = 1
-    value = tl.load(x + row * D + d, mask=known, other=0.0).to(tl.float32)
-    if TOGETHER:
-        last = tl.load(last_turn, volatile=True)
-        turn = last ^ 1
-        # It is 0 or 1. But so the sums wait until every thread has it: once they are seen it may change.
-        value = tl.where(last > 1, 0.0, value)
-    if HALVES != "second":
-        own = words + chunk * WIDE
-        tl.store(own + rank, published(tl.sum(down * value[None, :], 1), turn))
-        four = tl.arange(0, 4)  # so that everything is read 16 bytes at a time
-        tl.store(own + RP + four, published(tl.where(four == 0, tl.sum(value * value, 0), 0.0), turn))
-        if RB > 0:
-            share = tl.sum(around.to(tl.float32) * value[None, :], 1)
-            tl.store(own + RP + 4 + by, published(share, turn), mask=by < BYPASSED)
-    if HALVES != "first":
-        # The last chunk alone needs the bypass; it seldom has groups to decide for.
-        wanted = tl.where(chunk == CHUNKS - 1, RP + 4 + BYPASSED, RP + 4)
-        whole, square, total = received(words, turn, wanted, CHUNKS, CP, RP, WIDE, TOGETHER)
-        mean = square / D
-        if TOGETHER and chunk == 0:  # everybody has put a sum and so knows the turn
-            tl.store(last_turn, turn)
-        dtype: tl.constexpr = out.dtype.element_ty
-        # Llama's order of roundings: scaled and rounded, then times the weight and rounded.
-        scaled = (value * tl.rsqrt(mean + eps)).to(dtype).to(tl.float32)
-        tl.store(out + row * D + d, (scaled * gain.to(tl.float32)).to(dtype), mask=known)
-        if RB > 0:  # noqa: SIM102 - decided by the compiler, the inner one by the program
-            if chunk == CHUNKS - 1:
-                column = tl.arange(0, WIDE) - (RP + 4)
-                here = (column >= 0) & (column < RB)
-                tl.store(reduced + row * RB + column, (total * tl.rsqrt(mean + eps)).to(dtype), mask=here)
-        if chunk < ACROSS:
-            if NORMALISED:  # w1 (s x) = s (w1 x)
-                whole *= tl.rsqrt(mean + TAP_EPS)
-            whole += first_bias
-            for unit in range(chunk, ACROSS, CHUNKS):
-                if unit >= CHUNKS:
-                    weight, bias = differences(w2, b2, unit * BG, N_G, R, RP, BG)
-                z = tl.sum(whole[:, None] * weight, 0) + bias
-                group = unit * BG + tl.arange(0, BG)
-                tl.store(decided + row * N_G + group, (z >= 0).to(tl.uint8), mask=group < N_G)
+    if chunk < CHUNKS:
+        serve_chunk(
+            x + row * D, norm_weight, w1, b1, w2, b2, bypass, words, bywords, last_turn, out + row * D,
+            decided + row * N_G, chunk, eps, D, R, N_G, NORMALISED, TAP_EPS, PARTS, HALVES, RP, RB, RBP, BD, CHUNKS, CP,
+            BG, EARLY, PDL,
+        )  # fmt: skip
+    elif RB > 0:
+        if PDL and EARLY:
+            gdc_wait()
+            gdc_launch_dependents()
+        if HALVES != "first":
+            gather_bypass(bywords, last_turn, reduced + row * RB, eps, D, RB, RBP, CHUNKS, CP, HALVES == "both")

@@ -75,7 +75,8 @@ def norm_route(
 
     With a `bypass` [Rb, D] in the dtype of x a third result is `reduced` [T, Rb] in that dtype, what `StandIn` wants:
     the bypass times x over its root mean square (with `eps`, unrounded). The norm's weight is not in it: fold it into
-    the bypass once, `bypass * norm_weight`.
+    the bypass once, `bypass * norm_weight`. Pieces and bypass from `side_by_side` are read in one product (many rows
+    of 4096, H200: 148 us against 158).
 
     `early` vouches that everything but x was complete before the launch that precedes this one: on a Hopper GPU a few
     rows' weights are then fetched while that launch still runs.

@@ -27,6 +27,29 @@ def in_pieces(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack(pieces)
 
 
+def side_by_side(pieces: Tensor, bypass: Tensor) -> tuple[Tensor, Tensor]:
+    """The same pieces [3, r, D] and bypass [Rb, D] as views of one tensor: `norm_route` makes one product of them.
+
+    Made once, where the weights are loaded. Raises UnsupportedError where they do not fit together.
+    """
+    fit = (
+        pieces.dim() == 3 and bypass.dim() == 2 and pieces.dtype is bypass.dtype and pieces.shape[2] == bypass.shape[1]
+    )
+    if not fit:
+        raise UnsupportedError(
+            "side_by_side: pieces [3, r, D] and a bypass [Rb, D] have one dtype and one D, "
+            f"got {pieces.dtype} {list(pieces.shape)} and {bypass.dtype} {list(bypass.shape)}"
+        )
+    together = torch.cat([pieces.flatten(0, 1), bypass])
+    rows = len(together) - len(bypass)
+    return together[:rows].view(pieces.shape), together[rows:]
+
+
+def are_side_by_side(pieces: Tensor, bypass: Tensor) -> bool:
+    """Whether these contiguous tensors lie so in memory."""
+    return bypass.data_ptr() == pieces.data_ptr() + pieces.numel() * pieces.element_size()
+
+
 def whole(weight: Tensor) -> Tensor:
     """The fp32 weight [r, D] of either form."""
     return weight if weight.dim() == 2 else weight.double().sum(0).float()

@@ -27,8 +27,9 @@ from wide_kernels.counters import counters
 from wide_kernels.dispatch import multiprocessors, on_device_of
 from wide_kernels.meeting import meet
 from wide_kernels.norm_route import few_rows
-from wide_kernels.norm_route.configs import chunk_config, row_config, row_words
+from wide_kernels.norm_route.configs import PACKED_RANK, chunk_config, row_config
 from wide_kernels.norm_route.heads import differences
+from wide_kernels.norm_route.pieces import PIECES, are_side_by_side
 from wide_kernels.norm_route.reference import TAP_EPS
 from wide_kernels.tuning.tiles import padded_rows
 
@@ -134,6 +135,7 @@ def chunk_kernel(
     NORMALISED: tl.constexpr,
     TAP_EPS: tl.constexpr,
     PARTS: tl.constexpr,
+    PACKED: tl.constexpr,
     HALVES: tl.constexpr,
     RP: tl.constexpr,
     RB: tl.constexpr,
@@ -147,7 +149,8 @@ def chunk_kernel(
 ):
     """One chunk of D of BM rows. HALVES: "first", "second", or "both" with a wait between them.
 
-    RB: the bypass' rank, 0 = there is none.
+    RB: the bypass' rank, 0 = there is none. PACKED: behind the three pieces of w1, of R = RP rows each, lies the bypass
+    in memory; one product then reads the tile once for all of them.
     """
     CHUNKS: tl.constexpr = (D + BD - 1) // BD
     chunk = tl.program_id(0)
@@ -162,36 +165,48 @@ def chunk_kernel(
     if HALVES != "second":
         rank = tl.arange(0, RP)
         by = tl.arange(0, RBP)
-        acc = tl.zeros((BM, RP), tl.float32)
+        acc = tl.zeros((BM, 4 * RP if PACKED else RP), tl.float32)
         around = tl.zeros((BM, RBP), tl.float32)
         square = tl.zeros((BM, BK), tl.float32)
         for i in range(0, BD // BK):
             d = chunk * BD + i * BK + k
-            known = inside[:, None] & (d < D)[None, :]
-            tile = tl.load(x + offset + i * BK, mask=known, other=0.0)
+            tile = tl.load(x + offset + i * BK, mask=inside[:, None] & (d < D)[None, :], other=0.0)
             full = tile.to(tl.float32)
             square += full * full
-            if RB > 0:
-                known = (by < RB)[None, :] & (d < D)[:, None]
-                up = tl.load(bypass + by[None, :] * D + d[:, None], mask=known, other=0.0)
-                around = tl.dot(tile, up, around, input_precision="ieee")
-            known = (rank < R)[None, :] & (d < D)[:, None]
-            weights = w1 + rank[None, :] * D + d[:, None]
-            if PARTS == 3:
-                for piece in tl.static_range(3):
-                    acc = tl.dot(tile, tl.load(weights + piece * R * D, mask=known, other=0.0), acc)
+            known = (d < D)[:, None]
+            if PACKED:
+                four = tl.arange(0, 4 * RP)  # the three pieces and the bypass
+                beside = tl.load(
+                    w1 + four[None, :] * D + d[:, None], mask=known & (four < 3 * R + RB)[None, :], other=0.0
+                )
+                acc = tl.dot(tile, beside, acc)
             else:
-                down = tl.load(weights, mask=known, other=0.0)
-                if PARTS == 2:
-                    high, low = tf32_parts(down)
-                    acc = tl.dot(full, high, acc, input_precision="tf32")
-                    acc = tl.dot(full, low, acc, input_precision="tf32")
+                if RB > 0:
+                    up = tl.load(bypass + by[None, :] * D + d[:, None], mask=known & (by < RB)[None, :], other=0.0)
+                    around = tl.dot(tile, up, around, input_precision="ieee")
+                known = known & (rank < R)[None, :]
+                weights = w1 + rank[None, :] * D + d[:, None]
+                if PARTS == 3:
+                    for piece in tl.static_range(3):
+                        acc = tl.dot(tile, tl.load(weights + piece * R * D, mask=known, other=0.0), acc)
                 else:
-                    acc = tl.dot(full, down, acc, input_precision="ieee")
+                    down = tl.load(weights, mask=known, other=0.0)
+                    if PARTS == 2:
+                        high, low = tf32_parts(down)
+                        acc = tl.dot(full, high, acc, input_precision="tf32")
+                        acc = tl.dot(full, low, acc, input_precision="tf32")
+                    else:
+                        acc = tl.dot(full, down, acc, input_precision="ieee")
             # All products must be over here. Where products and threads read one tile, Triton (3.6 to 3.9, on Hopper)
             # keeps no slot of its pipeline free for products in flight: the next copy would land in what they read.
             # So the last one's result is used at once, for what the compiler cannot know to be the same.
             acc = tl.where(rows > 0, acc, 0.0)
+        if PACKED:
+            fourths = tl.reshape(acc, (BM, 4, RP))
+            which = tl.arange(0, 4)[None, :, None]
+            acc = tl.sum(tl.where(which < 3, fourths, 0.0), 1)
+            if RB > 0:
+                around = tl.sum(tl.where(which == 3, fourths, 0.0), 1)
         tl.store(squares + chunk * rows + row, tl.sum(square, 1), mask=inside)
         tl.store(hidden + (chunk * rows + row)[:, None] * RP + rank[None, :], acc, mask=inside[:, None])
         if RB > 0:
@@ -253,12 +268,11 @@ def norm_and_decide(
     padded, padded_width = padded_rows(rank), padded_rows(width)
     # A 16-bit x is exact in tf32, and w1 in two parts of it: two products on tensor cores are as good as fp32.
     parts = w1.shape[0] if w1.dim() == 3 else 1 if x.dtype is torch.float32 else 2
-    wide = row_words(padded, width)
     with on_device_of(x):
-        few = row_config(rows, size, max(padded, padded_width, wide // 2), x.dtype, x.device)
+        few = row_config(rows, size, max(padded, padded_width), x.dtype, x.device)
         config: dict[str, Any] = chunk_config(rows, size, x.dtype, x.device) if few is None else few
         chunks = triton.cdiv(size, config["BD"])
-        together = config.pop("TOGETHER") and x.is_cuda and 1 < chunks <= multiprocessors(x.device)
+        together = config.pop("TOGETHER") and x.is_cuda and 1 < chunks < multiprocessors(x.device)
         # Without a bypass the kernels do not follow the pointers to it and to what it reads.
         routing = (norm_weight, w1, b1, w2, b2, x if bypass is None else bypass)
         results = (out, decided, x if bypass is None else reduced)
@@ -274,15 +288,20 @@ def norm_and_decide(
         }
         launches = ("both",) if together else ("first", "second")
         if few is not None:
-            config |= {"PARTS": w1.shape[0] if w1.dim() == 3 else 1, "EARLY": early, "WIDE": wide}
-            config["WORDS"] = chunks * wide + 32
+            config |= {"PARTS": w1.shape[0] if w1.dim() == 3 else 1, "EARLY": early}
+            config["WORDS"] = chunks * 2 * (padded + (padded_width if width else 0)) + 32
+            programs = chunks + 1 if width else chunks  # one more gathers what the bypass reads
             # Each form of a row has words of its own: what one of them leaves behind means nothing to another.
             use, count = f"norm_route {chunks} {padded} {width}", rows * config["WORDS"]
             words = counters(use, x.device, count) if together else x.new_empty(count, dtype=torch.int32)
             for halves in launches:
-                few_rows.row_kernel[(chunks, rows)](x, *routing, words, *results, rows, eps, HALVES=halves, **config)
+                few_rows.row_kernel[(programs, rows)](x, *routing, words, *results, rows, eps, HALVES=halves, **config)
             return out, mask, reduced
         config["PARTS"] = parts
+        config["PACKED"] = parts == PIECES and rank == padded <= PACKED_RANK and width <= padded
+        if bypass is not None:
+            config["PACKED"] = config["PACKED"] and are_side_by_side(w1, bypass)
+            config["RBP"] = padded_width = padded if config["PACKED"] else padded_width
         tiles = triton.cdiv(rows, config["BM"])
         squares = torch.empty(chunks, rows, dtype=torch.float32, device=x.device)
         hidden = torch.empty(chunks, rows, padded, dtype=torch.float32, device=x.device)

@@ -14,26 +14,30 @@ from widecli.model.compensation import Compensation
 
 @dataclass(frozen=True)
 class StandIn:
-    """One part's compensation: `standing` [D, P] is means and B side by side, `bypass` A with the norm's weight in it.
+    """One part's compensation: `standing` [D, P] is means and B side by side.
 
-    What the bypass reads comes with the norm, its result with the part's output projection: neither takes a launch.
+    What the bypass reads comes with the norm (`bypass_of`), its result with the part's output projection: neither takes
+    a launch of its own in a decode step.
     """
 
     standing: Tensor
-    bypass: Tensor | None
 
     @classmethod
     @torch.no_grad()
-    def of(cls, compensation: Compensation, norm: Norm, device: torch.device) -> StandIn:
-        """In the dtype of the part's norm."""
-        dtype = norm.weight.dtype
-        mean, up, down = (
-            None if tensor is None else tensor.detach().to(device)
-            for tensor in (compensation.mean, compensation.up, compensation.down)
-        )
-        bypass = None if down is None else (down * norm.weight.to(down.dtype)).to(dtype).contiguous()
-        return cls(wk.stand_in_weight(mean, up, compensation.groups, dtype), bypass)
+    def of(cls, compensation: Compensation, dtype: torch.dtype, device: torch.device) -> StandIn:
+        """Cast to `dtype`."""
+        mean, up = (None if t is None else t.detach().to(device) for t in (compensation.mean, compensation.up))
+        return cls(wk.stand_in_weight(mean, up, compensation.groups, dtype))
 
     def beside(self, reduced: Tensor | None) -> wk.StandIn:
         """For rows of which the bypass has read `reduced`."""
         return wk.StandIn(self.standing, reduced)
+
+
+@torch.no_grad()
+def bypass_of(compensation: Compensation, norm: Norm, device: torch.device) -> Tensor | None:
+    """A [r, D] with the norm's weight in it, in the dtype of that norm; None where there is no bypass."""
+    if compensation.down is None:
+        return None
+    down = compensation.down.detach().to(device)
+    return (down * norm.weight.to(down.dtype)).to(norm.weight.dtype).contiguous()

@@ -49,7 +49,8 @@ class Layer:
     """Runs one layer. `attention` and `ffn` are its decisions, None = that part is dense.
 
     `shared`: the attention's decision serves the FFN too (layer mode). `always`: groups that keys and values make
-    behind those of the queries. `stand_ins`: by part, what is added for the groups that a row skips.
+    behind those of the queries. `stand_ins`: by part, what is added for the groups that a row skips; `reduction`: what
+    reads for the FFN's bypass where the FFN takes no decision.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Layer:
         shared: bool = False,
         library: bool = False,
         stand_ins: Mapping[PartName, StandIn] = _NOTHING,
+        reduction: Reduction | None = None,
     ) -> None:
         self.index = index
         self.weights: LayerWeights = model.layers[index]
@@ -71,8 +73,7 @@ class Layer:
         self.shared = shared
         self._library = library
         self.stand_ins = stand_ins
-        around = stand_ins["ffn"].bypass if shared and "ffn" in stand_ins else None
-        self._reduction = None if around is None else Reduction(self.weights.ffn_norm, around)
+        self.reduction = reduction
         shape = model.shape
         self._heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
         width = shape.num_attention_heads * shape.head_dim
@@ -173,7 +174,7 @@ class Layer:
             if not self.projects_whole(len(x)):
                 return wk.gemm_k(h, linear.weight, residual=x, stand_in=stand_in, early=True, **route.arguments)
             if stand_in is not None:
-                x = wk.compensate(x, stand_in, early=True, **route.arguments)
+                x = wk.compensate(x, stand_in, **route.arguments)
         elif self._by_our_own(x):
             return wk.gemm_k(h, linear.weight, residual=x, mask=step.cache.everything[:1], early=True)
         return x.addmm_(h, linear.weight.t())
@@ -211,16 +212,12 @@ class Layer:
         with within("norm_route"):
             if decision is None:
                 return normalise(x, norm), None
-            bypass = self.stand_ins[part].bypass if part in self.stand_ins else None
-            if bypass is None:
-                normalised, mask = decision.take(x)
-                return normalised, step.route(mask)
-            normalised, mask, reduced = decision.take_and_reduce(x, bypass)
+            normalised, mask, reduced = decision.take(x)
             return normalised, replace(step.route(mask), reduced=reduced)
 
     def _follow(self, x: Tensor, route: Route | None) -> tuple[Tensor, Route | None]:
         """(normalised x, the route) of an FFN that follows the decision of the attention before it."""
-        if self._reduction is None or route is None:
+        if self.reduction is None or route is None:
             return normalise(x, self.weights.ffn_norm), None if route is None else replace(route, reduced=None)
-        normalised, reduced = self._reduction.take(x)
+        normalised, reduced = self.reduction.take(x)
         return normalised, replace(route, reduced=reduced)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from widecli.engine.cache import KVCache, check_memory
-from widecli.engine.compensation import StandIn
+from widecli.engine.compensation import StandIn, bypass_of
 from widecli.engine.layer import Layer
-from widecli.engine.routing import Decision, Masks
+from widecli.engine.routing import Decision, Masks, Reduction
 from widecli.engine.session import Session
 from widecli.engine.statistics import SkipCounter
 from widecli.engine.weights import ModelWeights, take_weights
@@ -189,22 +189,25 @@ def _routed_layers(
 
     for index, layer in enumerate(plan.layers(weights.shape)):
         made: dict[str, Decision] = {}
+        norms = {"attention": weights.layers[index].attention_norm, "ffn": weights.layers[index].ffn_norm}
+        added = {
+            part: compensations[index, part] for part in PARTS if layer.groups(part) and (index, part) in compensations
+        }
+        bypasses = {part: bypass_of(added[part], norms[part], weights.device) for part in added}
         ours: Any = routers[str(index)] if str(index) in routers else {}  # noqa: SIM401 - a ModuleDict has no get
         for name in ("shared", "attention", "ffn"):  # the order in which a step takes them
             if name not in ours:
                 continue
-            norm = weights.layers[index].ffn_norm if name == "ffn" else weights.layers[index].attention_norm
-            made[name] = Decision(taken, cast(Router, ours[name]), norm, masks)
             parts: tuple[PartName, ...] = ("attention", "ffn") if name == "shared" else (cast(PartName, name),)
+            made[name] = Decision(taken, cast(Router, ours[name]), norms[parts[0]], masks, bypasses.get(parts[0]))
             decisions |= {(index, part): (groups, made[name].groups) for part in parts}
             taken += 1
             groups += made[name].groups
         attention = made.get("shared", made.get("attention"))
-        norms = {"attention": weights.layers[index].attention_norm, "ffn": weights.layers[index].ffn_norm}
-        stand_ins = {
-            part: StandIn.of(compensations[index, part], norms[part], weights.device)
-            for part in PARTS
-            if layer.groups(part) and (index, part) in compensations
-        }
-        layers.append(Layer(index, weights, attention, made.get("ffn"), layer.shared, stand_ins=stand_ins))
+        stand_ins = {part: StandIn.of(added[part], norms[part].weight.dtype, weights.device) for part in added}
+        around = bypasses.get("ffn") if layer.shared else None
+        reduction = None if around is None else Reduction(norms["ffn"], around)
+        layers.append(
+            Layer(index, weights, attention, made.get("ffn"), layer.shared, stand_ins=stand_ins, reduction=reduction)
+        )
     return tuple(layers), decisions

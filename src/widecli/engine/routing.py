@@ -84,34 +84,30 @@ class RandomMasks:
 
 
 class Decision:
-    """One router with the norm that shares its input, ready to run on rows of the residual stream."""
+    """One router with the norm that shares its input, ready to run on rows of the residual stream.
 
-    def __init__(self, index: int, router: Router, norm: Norm, masks: Masks | None) -> None:
+    `bypass` [r, D]: what else reads that input, with the norm's weight in it; None = nothing does.
+    """
+
+    def __init__(
+        self, index: int, router: Router, norm: Norm, masks: Masks | None, bypass: Tensor | None = None
+    ) -> None:
         self.index = index
         self.groups = router.groups
         self.masks = masks
         self._norm = norm
         self._tap = router.tap
-        self._first = (_first_weight(router, norm), router.down.bias.detach())
-        self._second = (router.up.weight.detach(), router.up.bias.detach())
+        first, self.bypass = _beside(_first_weight(router, norm), bypass)
+        self._router = (first, router.down.bias.detach(), router.up.weight.detach(), router.up.bias.detach())
 
-    def take(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [rows, D] -> (normalised x, mask bool [rows, N])."""
-        normalised, mask = wk.norm_route(
-            x, self._norm.weight, *self._first, *self._second, self._norm.eps, tap=self._tap, early=True
+    def take(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x [rows, D] -> (normalised x, mask bool [rows, N], what the bypass reads [rows, r] or None)."""
+        normalised, mask, *reduced = wk.norm_route(
+            x, self._norm.weight, *self._router, self._norm.eps, tap=self._tap, bypass=self.bypass, early=True
         )
         if self.masks is not None:
             mask = self.masks.take(self.index, mask)
-        return normalised, mask
-
-    def take_and_reduce(self, x: Tensor, bypass: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same, and what a bypass [r, D] (with the norm's weight in it) reads: [rows, r]."""
-        normalised, mask, reduced = wk.norm_route(
-            x, self._norm.weight, *self._first, *self._second, self._norm.eps, tap=self._tap, bypass=bypass, early=True
-        )
-        if self.masks is not None:
-            mask = self.masks.take(self.index, mask)
-        return normalised, mask, reduced
+        return normalised, mask, reduced[0] if reduced else None
 
 
 class Reduction:
@@ -122,16 +118,15 @@ class Reduction:
 
     def __init__(self, norm: Norm, bypass: Tensor) -> None:
         self._norm = norm
-        self._bypass = bypass
+        self.bypass = bypass
         w1 = torch.zeros(1, len(norm.weight), device=bypass.device)
-        w1 = wk.in_pieces(w1, bypass.dtype) if bypass.element_size() == 2 else w1
-        self._first = (w1, w1.new_zeros(1, dtype=torch.float32))
-        self._second = (w1.new_zeros(2, 1, dtype=torch.float32), w1.new_zeros(2, dtype=torch.float32))
+        rest = (w1.new_zeros(1), w1.new_zeros(2, 1), w1.new_zeros(2))
+        self._router = (wk.in_pieces(w1, bypass.dtype) if bypass.element_size() == 2 else w1, *rest)
 
     def take(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [rows, D] -> (normalised x, what the bypass reads [rows, r])."""
         normalised, _, reduced = wk.norm_route(
-            x, self._norm.weight, *self._first, *self._second, self._norm.eps, bypass=self._bypass, early=True
+            x, self._norm.weight, *self._router, self._norm.eps, bypass=self.bypass, early=True
         )
         return normalised, reduced
 
@@ -140,3 +135,10 @@ def _first_weight(router: Router, norm: Norm) -> Tensor:
     """The router's first weight as `wk.norm_route` takes it for rows of the norm's dtype: in pieces for bf16."""
     weight = router.plain_down_weight().contiguous()
     return wk.in_pieces(weight, torch.bfloat16) if norm.weight.dtype is torch.bfloat16 else weight
+
+
+def _beside(weight: Tensor, bypass: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The same two, where they can be in one piece of memory, which `wk.norm_route` reads in one product."""
+    if bypass is None or weight.dim() != 3:
+        return weight, bypass
+    return wk.side_by_side(weight, bypass)
