@@ -12,6 +12,7 @@ from tiny_models import byte_tokenizer, tiny_model
 from widecli.errors import WideError
 from widecli.evaluate import dense_cache
 from widecli.evaluate.dense_cache import DenseCache, default_cache_dir, dense_key
+from widecli.evaluate.protocol import EvalProtocol
 from widecli.model.backbone import Backbone
 from widecli.model.identity import BackboneIdentity
 from widecli.recipe.schema import EvalSection
@@ -114,7 +115,9 @@ class Subject:
     def key(self) -> dict[str, Any]:
         identity = BackboneIdentity.of("wherever", None, self.model.config, None)
         backbone = Backbone(self.model, self.tokenizer, identity, torch.device("cpu"))
-        return dense_key(backbone, EvalSection(**self.section), [Group(self.task)], offline=True)
+        section = EvalSection(**self.section)
+        protocol = EvalProtocol.from_section(section)
+        return dense_key(backbone, section, protocol, [Group(self.task)], offline=True)
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from widecli.errors import WideError
-from widecli.evaluate.protocol import EvalProtocol
 from widecli.evaluate.texts import NAMED_TEXTS, perplexity_text, split_windows
 from widecli.storage import user_cache, write_text
 
 if TYPE_CHECKING:
+    from widecli.evaluate.protocol import EvalProtocol
     from widecli.model.backbone import Backbone
     from widecli.recipe.schema import EvalSection
 
@@ -75,7 +75,9 @@ class DenseCache:
         return path
 
 
-def dense_key(backbone: Backbone, section: EvalSection, tasks: Sequence[Any], *, offline: bool) -> dict[str, Any]:
+def dense_key(
+    backbone: Backbone, section: EvalSection, protocol: EvalProtocol, tasks: Sequence[Any], *, offline: bool
+) -> dict[str, Any]:
     """What a dense result depends on: every weight and setting of the model, what the tokenizer makes of text, the
     protocol, the texts and documents themselves, and the code that measures. Where the model lies is no part of it.
 
@@ -94,7 +96,7 @@ def dense_key(backbone: Backbone, section: EvalSection, tasks: Sequence[Any], *,
                 "dtype": str(model.dtype).removeprefix("torch."),
             },
             "tokenizer": _tokenizer(backbone.tokenizer),
-            "protocol": EvalProtocol.from_section(section).as_dict(),
+            "protocol": protocol.as_dict(),
             "texts": [_named_text(name, section.data_root, offline) for name in section.perplexity],
             "tasks": [_task(task, section.limit) for task in _each_task(tasks)],
             "code": _code(),

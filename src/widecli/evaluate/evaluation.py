@@ -113,12 +113,13 @@ class _Measurement:
         self.tasks = tasks
         self.note = note
         self.store = store
+        self.protocol = EvalProtocol.from_section(job.section)
 
     def dense(self) -> dict[str, Any]:
         """The dense model's figures, from the cache when the very same has been measured before."""
         cache, key, stored = DenseCache(), None, None
         if current().is_first:
-            key = dense_key(self.backbone, self.job.section, self.tasks, offline=self.job.offline)
+            key = dense_key(self.backbone, self.job.section, self.protocol, self.tasks, offline=self.job.offline)
             stored = cache.load(key)
         stored = current().from_first(stored)
         if stored is not None:
