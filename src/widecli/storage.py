@@ -20,6 +20,8 @@ from widecli.errors import WideError
 _BUILDING = ".building-"
 _STALE_AFTER_S = 24 * 3600
 _RACES = 100  # for one lock: more are none
+# EBADF: NFS locks no folder that is only read
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 
 
 def user_cache() -> Path:
@@ -133,33 +135,73 @@ def atomic_directory(target: Path) -> Iterator[Path]:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def try_lock(file: Path) -> int | None:
+def try_lock(file: Path, warn: Callable[[str], None] = lambda _: None) -> int | None:
     """Lock `file`, made where it is not there; None where another process has it locked.
 
     The lock ends with the descriptor that is returned, and with those of the children that inherit it. Where the file
-    system has no locks nobody is kept out. Raises WideError where the file cannot be written.
+    system has no locks nobody is kept out, and `warn` is told. Raises WideError where the file cannot be written.
     """
-    import fcntl
-
     for _ in range(_RACES):
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise unwritable(file.parent, error) from error
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
+        if not _lock(handle, file, warn):
             return None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                os.close(handle)
-                raise unwritable(file, error) from error
         if os.fstat(handle).st_nlink:
             return handle
         os.close(handle)  # whoever had it has taken it away meanwhile
     raise WideError(f"{file} cannot be locked, it is taken away each time: name another folder with --run-dir.")
+
+
+def _lock(handle: int, path: Path, warn: Callable[[str], None]) -> bool:
+    """Lock an open file or folder; False, and closed, where another process has it."""
+    import fcntl
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            os.close(handle)
+            raise unwritable(path, error) from error
+        warn(f"{path.parent} has no locks ({error.strerror}): see to it that only one process works there")
+    return True
+
+
+@contextlib.contextmanager
+def held(path: Path, flag: str = "--run-dir", warn: Callable[[str], None] = lambda _: None) -> Iterator[None]:
+    """Keep other processes out of a folder that a command writes inside the block; dead ones hold nothing.
+
+    The lock is a file beside the folder, since `--overwrite` puts another folder in its place. Where nothing may be
+    written there, as beside a mount, it is the folder itself, if that is there; where nothing can be locked `warn` is
+    told so. `flag` names another folder on the command line. Raises WideError when another process holds it.
+    """
+    path = path.resolve()
+    beside: Path | None = path.with_name(f".{path.name}.lock") if path.name else None
+    try:
+        handle = try_lock(beside, warn) if beside is not None else None
+        taken = beside is not None and handle is None
+    except WideError:  # what else cannot be written says so itself
+        beside, taken, handle = None, False, None
+    if beside is None and path.is_dir():
+        handle = os.open(path, os.O_RDONLY)
+        taken = not _lock(handle, path, warn)
+    if taken:
+        raise WideError(
+            f"another process works on {path}: wait for it or stop it, or name another directory with {flag}."
+        )
+    try:
+        yield
+    finally:
+        if handle is not None:
+            if beside is not None:
+                with contextlib.suppress(OSError):
+                    beside.unlink()  # while it is held: who locks it after that sees that it is gone
+            os.close(handle)
 
 
 def _sync(path: Path) -> None:

@@ -15,8 +15,8 @@ import pytest
 
 from widecli.errors import UsageError, WideError
 from widecli.recipe.load import dump, resolve
-from widecli.storage import plain, try_lock, write_text
-from widecli.track.run import Run, held, run_name
+from widecli.storage import held, plain, try_lock, write_text
+from widecli.track.run import Run, run_name
 
 RECIPE = dump(resolve("demo").recipe)
 
@@ -269,7 +269,7 @@ def test_a_lock_that_its_holder_took_away_at_the_same_moment_is_made_again(monke
     os.close(handle)
 
 
-def test_a_file_system_without_locks_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_keeps_nobody_out_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
     import fcntl
 
@@ -277,5 +277,38 @@ def test_a_file_system_without_locks_keeps_nobody_out(monkeypatch: pytest.Monkey
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", missing)
-    with held(Path("r")), held(Path("r")):
+    said: list[str] = []
+    with held(Path("r")), held(Path("r"), warn=said.append):
+        pass
+    assert len(said) == 1 and "has no locks" in said[0]
+
+
+def test_where_nothing_can_be_written_beside_a_directory_it_is_locked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unwritable_place(file: Path, warn: object) -> int:
+        raise WideError(f"{file} cannot be written")
+
+    monkeypatch.setattr("widecli.storage.try_lock", unwritable_place)
+    Path("mounted").mkdir()
+    with held(Path("mounted")):
+        with pytest.raises(WideError, match="another process works on"), held(Path("mounted")):
+            pass
+        with held(Path("/")), held(Path("not there")):
+            pass
+    with held(Path("mounted")):
+        assert list(Path("mounted").iterdir()) == []
+
+
+def test_a_process_that_was_killed_holds_nothing() -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from widecli.storage import held\n"
+        "with held(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", program, "r"], env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    with pytest.raises(WideError, match="another process"), held(Path("r")):
+        pass
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    with held(Path("r")):
         pass

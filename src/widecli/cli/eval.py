@@ -141,8 +141,8 @@ def run_evaluation(job: Evaluation, resolved: ResolvedRecipe, *, overwrite: bool
     recipe = resolved.recipe.model_copy(update={"model": job.model})
     if job.checkpoint:
         options.refuse_own_directory(recipe.track.run_dir, job.checkpoint)
-    run = open_run("eval", evaluation_name(job), replace(resolved, recipe=recipe), overwrite=overwrite)
-    run.write_environment()
-    summary = run.write_summary(evaluate(job, note, run.write_json))
+    with open_run("eval", evaluation_name(job), replace(resolved, recipe=recipe), overwrite=overwrite) as run:
+        run.write_environment()
+        summary = run.write_summary(evaluate(job, note, run.write_json))
     print_evaluation(summary)
     return summary

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from widecli.cli import options
-from widecli.cli.console import emit_json, note, stdout_for_document
+from widecli.cli.console import emit_json, note, stdout_for_document, warn
 from widecli.errors import UsageError
+from widecli.storage import held
 
 Checkpoint = Annotated[
     str | None,
@@ -45,9 +46,9 @@ def export(
     """
     options.go_offline(offline)
     with stdout_for_document(json):
-        document = run_export(
-            find(checkpoint), out.expanduser(), merge=merge, dtype=dtype, model=model, overwrite=overwrite
-        )
+        out = out.expanduser()
+        with held(out, "--out", warn):
+            document = run_export(find(checkpoint), out, merge=merge, dtype=dtype, model=model, overwrite=overwrite)
         if json:
             emit_json(document)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from widecli.cli import options
-from widecli.cli.console import console, emit_json, note, stdout_for_document
+from widecli.cli.console import console, emit_json, note, stdout_for_document, warn
 
 if TYPE_CHECKING:
     from widecli.inspection.observe import Observation
@@ -87,34 +87,33 @@ def run_inspection(
     directory = resolve(checkpoint)
     refuse_incomplete(directory)
     recipe = (directory / "recipe.yaml").read_text(encoding="utf-8")
-    run = Run.create(
-        "inspect", inspection_name(directory, text, tokens), recipe_yaml=recipe, run_dir=run_dir, overwrite=overwrite
-    )
-    run.write_environment()
-    model = section_of(directory)
-    seen = observe(directory, model, text, tokens=tokens, data_root=data_root, offline=offline, note=note)
-    found = statistics(seen)
-    files = write_pictures(run, seen, found, formats)
-    summary = run.write_summary(
-        {
-            "model": seen.model,
-            "plan": seen.config.plan.to_json(),
-            "steps": seen.config.step,
-            "recipe_hash": seen.config.recipe_hash,
-            "checkpoint": str(directory),
-            "skip_rate": seen.summary["skip_rate"],
-            "flops_skipped": seen.summary["flops_skipped"],
-            "text": seen.text,
-            "tokens": len(seen.tokens),
-            "first_tokens": list(seen.tokens[:TOKENS_SHOWN]),
-            **found.as_dict(TOKENS_SHOWN),
-            "files": files,
-        }
-    )
+    name = inspection_name(directory, text, tokens)
+    with Run.held("inspect", name, recipe_yaml=recipe, run_dir=run_dir, overwrite=overwrite, warn=warn) as run:
+        run.write_environment()
+        model = section_of(directory)
+        seen = observe(directory, model, text, tokens=tokens, data_root=data_root, offline=offline, note=note)
+        found = statistics(seen)
+        files = write_pictures(run, seen, found, formats)
+        summary = run.write_summary(
+            {
+                "model": seen.model,
+                "plan": seen.config.plan.to_json(),
+                "steps": seen.config.step,
+                "recipe_hash": seen.config.recipe_hash,
+                "checkpoint": str(directory),
+                "skip_rate": seen.summary["skip_rate"],
+                "flops_skipped": seen.summary["flops_skipped"],
+                "text": seen.text,
+                "tokens": len(seen.tokens),
+                "first_tokens": list(seen.tokens[:TOKENS_SHOWN]),
+                **found.as_dict(TOKENS_SHOWN),
+                "files": files,
+            }
+        )
     show(seen, found)
-    for name in files:
-        if name.endswith(".html"):
-            note(f"html: {run.path / name}")
+    for file in files:
+        if file.endswith(".html"):
+            note(f"html: {run.path / file}")
     note(f"run: {run.path}")
     return summary
 

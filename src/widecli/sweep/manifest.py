@@ -106,7 +106,7 @@ def locked(folder: Path, note: Callable[[str], None], wait_s: float = _WAIT_FOR_
     """
     deadline = time.monotonic() + wait_s
     said = False
-    while (handle := try_lock(folder / ".lock")) is None:
+    while (handle := try_lock(folder / ".lock", note)) is None:
         if time.monotonic() > deadline:
             raise WideError(f"another process runs the sweep {folder}: wait for it, or stop it first")
         if not said:

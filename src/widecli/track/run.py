@@ -9,15 +9,15 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from widecli.errors import UsageError, WideError
+from widecli.errors import UsageError
 from widecli.recipe.keys import leaves, value_at
 from widecli.recipe.load import ResolvedRecipe, load_text
 from widecli.recipe.schema import BudgetSection
-from widecli.storage import plain, try_lock, unwritable, write_json, write_text
+from widecli.storage import held, plain, unwritable, write_json, write_text
 from widecli.track.summary import completed
 
 RUNS = Path("runs")
@@ -55,6 +55,25 @@ class Run:
         self.command = command
         self.writes = writes
         self._metrics: IO[str] | None = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def held(
+        cls,
+        command: str,
+        name: str,
+        *,
+        recipe_yaml: str,
+        run_dir: str | Path | None = None,
+        overwrite: bool = False,
+        resume: bool = False,
+        warn: Callable[[str], None] = lambda _: None,
+    ) -> Iterator[Run]:
+        """`create`, and no other process in the directory inside the block; raises WideError when one is there."""
+        with held(directory(command, name, run_dir), warn=warn):
+            yield cls.create(
+                command, name, recipe_yaml=recipe_yaml, run_dir=run_dir, overwrite=overwrite, resume=resume
+            )
 
     @classmethod
     def create(
@@ -258,33 +277,6 @@ class Run:
 def directory(command: str, name: str, run_dir: str | Path | None = None) -> Path:
     """Where a run of that command and name lies."""
     return Path(run_dir).expanduser() if run_dir is not None else RUNS / f"{command}-{name}"
-
-
-@contextlib.contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Keep other processes out of a run's directory inside the block, by a lock beside it that goes with the block.
-
-    Beside it: `--overwrite` puts another directory in its place. Where nothing may be written there, below the root of
-    a container for one, nobody is kept out. Raises WideError when another process holds it.
-    """
-    path = path.resolve()
-    lock = path.with_name(f".{path.name}.lock")
-    lockable = True
-    try:
-        handle = try_lock(lock)
-    except WideError:  # what else cannot be written says so itself
-        handle, lockable = None, False
-    if lockable and handle is None:
-        raise WideError(
-            f"another process works on {path}: wait for it or stop it, or name another directory with --run-dir."
-        )
-    try:
-        yield
-    finally:
-        if handle is not None:
-            with contextlib.suppress(OSError):
-                lock.unlink()  # while it is held: who locks it after that sees that it is gone
-            os.close(handle)
 
 
 def _refuse_other_recipe(path: Path, recipe_yaml: str) -> None:
