@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from widecli.errors import WideError
+from widecli.errors import UsageError, WideError
 
 _BUILDING = ".building-"
 _STALE_AFTER_S = 24 * 3600
@@ -28,6 +28,31 @@ def user_cache() -> Path:
     """`$XDG_CACHE_HOME/wide`, or `~/.cache/wide`."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "wide"
+
+
+def given_path(name: str) -> Path:
+    """The path that somebody wrote: `~` stands for the home directory where there is nothing of that very name.
+
+    Raises UsageError for what no file can be called.
+    """
+    path = Path(name)
+    try:
+        if name.startswith("~") and not path.exists():
+            path = path.expanduser()
+        path.exists()
+    except RuntimeError:  # no such user
+        return path
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"{shortened(name)} is no name that a file can have: {reason}") from None
+    if "\0" in name:
+        raise UsageError(f"{shortened(name)} is no name that a file can have: it holds a null character")
+    return path
+
+
+def shortened(text: str, longest: int = 80) -> str:
+    """A text as a message shows it."""
+    return repr(text if len(text) <= longest else text[: longest - 3] + "...")
 
 
 @contextlib.contextmanager

@@ -116,6 +116,30 @@ def test_a_dense_model_alone(wide: Wide, model_folder: Path, held_out: Path) -> 
     assert document["dense"] is None and document["perplexity"]["held-out/token_ppl"] > 1
 
 
+def test_texts_of_one_name_have_a_figure_each_and_none_passes_for_wikitext(
+    wide: Wide, model_folder: Path, held_out: Path, workplace: Path
+) -> None:
+    words = held_out.read_text()
+    texts = {"a/t": words[:500], "b/t": words[500:], "wikitext2": words[200:700], "news.v1": words[:300]}
+    for name, text in texts.items():
+        (workplace / name).parent.mkdir(exist_ok=True)
+        (workplace / f"{name}.txt").write_text(text)
+
+    def measured(folder: str, *names: str) -> dict[str, float]:
+        asked = "eval.perplexity=" + ",".join(names)
+        done = wide("eval", "--model", model_folder, asked, "eval.perplexity_window=64", "--run-dir", folder, "--json")
+        assert done.code == 0, done.err
+        return dict(done.document["perplexity"])
+
+    together = measured("all", *(f"{name}.txt" for name in texts), "a/t.txt@2", "./b/t.txt")
+    assert len(together) == 5 and not any(key.startswith("wikitext2/") for key in together)
+    alone = [figure for i, name in enumerate(texts) for figure in measured(f"r{i}", f"{name}.txt").values()]
+    assert list(together.values())[:4] == pytest.approx(alone, rel=1e-6)
+    # the same texts elsewhere: what is stored of the dense model has other names
+    (workplace / "a").rename(workplace / "c")
+    assert "c/t.txt/token_ppl" in measured("moved", "c/t.txt", "b/t.txt")
+
+
 def test_the_newest_run_is_meant_when_none_is_named(wide: Wide, tiny_recipe: Path, workplace: Path) -> None:
     for seed, age in ((0, 100), (1, 0)):
         document = wide("calibrate", tiny_recipe, "--steps", 2, "--seed", seed, "--json").document

@@ -17,6 +17,7 @@ from widecli.evaluate.perplexity import measure_perplexity
 from widecli.evaluate.protocol import EvalProtocol
 from widecli.evaluate.results import average, retention, summarise
 from widecli.evaluate.tasks import load_tasks
+from widecli.evaluate.texts import perplexity_keys
 from widecli.model import checkpoint
 from widecli.model.backbone import Backbone, load_backbone
 from widecli.model.identity import BackboneIdentity
@@ -146,9 +147,11 @@ class _Measurement:
         started = time.perf_counter()
         perplexity: dict[str, float] = {}
         details: dict[str, Any] = {}
-        for name in section.perplexity:
+        for name, key in perplexity_keys(section.perplexity).items():
+            if key in perplexity:
+                continue  # the same text by another name
             self.note(f"{label}: perplexity on {name}")
-            key, result = traced(
+            result = traced(
                 name,
                 lambda name=name: measure_perplexity(  # type: ignore[misc]
                     model,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from widecli.evaluate.texts import split_windows
+from widecli.evaluate.texts import METRIC, NAMED_TEXTS, perplexity_keys, split_windows
+from widecli.storage import given_path
 
 if TYPE_CHECKING:
     from widecli.recipe.schema import EvalSection
@@ -51,7 +52,7 @@ class EvalProtocol:
     @classmethod
     def from_section(cls, section: EvalSection) -> EvalProtocol:
         """The protocol that a recipe's `eval` section asks for, with the versions installed here."""
-        texts = tuple(_text_identity(name) for name in section.perplexity)
+        texts = tuple(_text_identity(name, key) for name, key in perplexity_keys(section.perplexity).items())
         return cls(
             tasks=expand_tasks(section.tasks),
             limit=section.limit,
@@ -76,23 +77,23 @@ def _installed(package: str) -> str:
         return "absent"
 
 
-def _text_identity(name: str) -> str:
-    """A named text stands for itself; a file for its contents, so that an edited file is another protocol."""
-    text, windows = split_windows(name)
-    path = Path(text).expanduser()
-    if not path.is_file():
+def _text_identity(name: str, key: str) -> str:
+    """A named text stands for itself; a file for its label and contents, so that an edited file is another protocol."""
+    text, _ = split_windows(name)
+    path = given_path(text)
+    if text in NAMED_TEXTS or not path.is_file():
         return name
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    return f"{path.name}:{digest}" + (f"@{windows}" if windows else "")
+    return f"{key.removesuffix(f'/{METRIC}')}:{digest}"
 
 
 def _data_identity(data_root: str | None) -> str:
     """`hub`, or a digest of the names and sizes below the data root (cheap, and independent of where it lies)."""
     if data_root is None:
         return "hub"
-    root = Path(data_root).expanduser()
+    root = given_path(data_root)
     listing = hashlib.sha256()
     for path in sorted(p for p in root.glob("**/*") if p.is_file() and p.suffix != ".md"):
-        listing.update(f"{path.relative_to(root).as_posix()} {path.stat().st_size}\n".encode())
+        listing.update(os.fsencode(f"{path.relative_to(root).as_posix()} {path.stat().st_size}\n"))
     return f"root:{listing.hexdigest()[:16]}"
