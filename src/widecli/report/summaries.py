@@ -54,7 +54,8 @@ def summary_table(made: Sequence[Point]) -> Table:
         Column("retention", "kept, %", "percent"),
         *(Column(s, s.replace(" ", "\n", 1), "times", 1) for s in speeds),
     ]
-    rows = [_summary_row(point) for point in made]
+    each = [row for point in made for row in point.rows()]
+    rows = [_summary_row(point) for point in each]
     table = Table(
         name=slug(f"summary {made[0].model}"),
         title=made[0].model,
@@ -62,8 +63,8 @@ def summary_table(made: Sequence[Point]) -> Table:
         rows=tuple(rows),
         caption=f"FLOPs skipped: of what routing may skip, over everything evaluated, {_flops_words(made)}. Of all: "
         "net. Kept: average accuracy as a share of the dense model's on the same items. ± is the sample standard "
-        "deviation over trainings.",
-        row_runs=tuple(point.runs for point in made),
+        "deviation over trainings. A row holds one evaluation of each training; one of something else has its own.",
+        row_runs=tuple(point.runs for point in each),
     )
     return table.filled()
 
@@ -211,7 +212,7 @@ def sweep_table(sweep: Sweep) -> Table:
     runs = []
     texts = [n for n in qualities([p for _, ps in sweep.lines for p in ps]) if n.startswith("perplexity ")]
     for name, made in sweep.lines:
-        for point in made:
+        for point in (row for found in made for row in found.rows()):
             row = _summary_row(point)
             rows.append({**row, "line": name, "value": sweep.value(point)})
             runs.append(point.runs)
