@@ -79,7 +79,12 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         WideError: no space left, or the folder cannot be written.
     """
-    write_bytes(path, text.encode("utf-8"))
+    write_bytes(path, as_bytes(text))
+
+
+def as_bytes(text: str) -> bytes:
+    """UTF-8. A byte of a file's name that is none is written `\\udce9`: JSON and YAML give the name back from that."""
+    return text.encode("utf-8", "backslashreplace")
 
 
 def write_bytes(path: Path, content: bytes) -> None:

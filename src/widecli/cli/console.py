@@ -55,7 +55,7 @@ def stdout_for_document(reserved: bool) -> Iterator[None]:
             stack.callback(os.dup2, kept, 1)
             os.dup2(2, 1)
             # A second duplicate: the stream closes its own, `kept` restores descriptor 1 afterwards.
-            stream = stack.enter_context(os.fdopen(os.dup(kept), "w", encoding="utf-8"))
+            stream = stack.enter_context(os.fdopen(os.dup(kept), "w", encoding="utf-8", errors="backslashreplace"))
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         _document_stream.append(stream)
         stack.callback(_document_stream.pop)

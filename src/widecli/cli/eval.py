@@ -65,7 +65,7 @@ def prepare(
     from widecli.evaluate.tasks import check_tasks
     from widecli.evaluate.texts import check_texts
     from widecli.model import checkpoint
-    from widecli.recipe.load import load_text
+    from widecli.recipe.load import load_stored
 
     target, rest = options.take_checkpoint(arguments or [])
     if target is None and flags.get("model") is None:
@@ -83,7 +83,7 @@ def prepare(
     resolved = options.recipe_from(rest, base=base, **flags)
     model = resolved.recipe.model
     if stored and flags.get("model") is None:
-        model = load_text(stored.read_text(), str(stored)).model
+        model = load_stored(stored).model
     section = resolved.recipe.eval
     check_tasks(section.tasks, data_root=section.data_root, offline=offline)
     check_texts(section.perplexity)

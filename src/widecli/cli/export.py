@@ -11,7 +11,7 @@ import typer
 from widecli.cli import options
 from widecli.cli.console import emit_json, note, stdout_for_document, warn
 from widecli.errors import UsageError
-from widecli.storage import held
+from widecli.storage import given_path, held
 
 Checkpoint = Annotated[
     str | None,
@@ -46,7 +46,7 @@ def export(
     """
     options.go_offline(offline)
     with stdout_for_document(json):
-        out = out.expanduser()
+        out = given_path(str(out))
         with held(out, "--out", warn):
             document = run_export(find(checkpoint), out, merge=merge, dtype=dtype, model=model, overwrite=overwrite)
         if json:
@@ -74,7 +74,7 @@ def run_export(
     from widecli.model.backbone import load_backbone, stored_dtype
     from widecli.model.checkpoint import read_config, refuse_incomplete
     from widecli.model.export import MergeCheck, export_copy, export_merged
-    from widecli.recipe.load import load_text
+    from widecli.recipe.load import load_stored
 
     config = read_config(source)
     if config.merged is not None:
@@ -86,7 +86,7 @@ def run_export(
     refuse_occupied(out, source, overwrite)
     check: MergeCheck | None = None
     if merge:
-        section = load_text(stored.read_text(encoding="utf-8"), str(stored)).model
+        section = load_stored(stored).model
         if model is not None:
             section = section.model_copy(update={"name": model, "revision": None})
         section = section.model_copy(update={"dtype": stored_dtype(section) if dtype == "auto" else dtype})

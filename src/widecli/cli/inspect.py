@@ -81,12 +81,13 @@ def run_inspection(
     from widecli.inspection.observe import observe
     from widecli.inspection.statistics import statistics
     from widecli.model.checkpoint import refuse_incomplete, resolve, section_of
+    from widecli.recipe.files import recipe_text
     from widecli.track.run import Run
 
     check_texts([text])
     directory = resolve(checkpoint)
     refuse_incomplete(directory)
-    recipe = (directory / "recipe.yaml").read_text(encoding="utf-8")
+    recipe = recipe_text(directory / "recipe.yaml")
     name = inspection_name(directory, text, tokens)
     with Run.held("inspect", name, recipe_yaml=recipe, run_dir=run_dir, overwrite=overwrite, warn=warn) as run:
         run.write_environment()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from widecli.errors import UsageError
+from widecli.storage import given_path
 
 if TYPE_CHECKING:
     from widecli.recipe.load import ResolvedRecipe
@@ -119,14 +120,27 @@ def split_arguments(arguments: Sequence[str] | None) -> tuple[str | None, list[s
     recipe: str | None = None
     overrides: list[str] = []
     for argument in arguments or ():
-        # A path may hold "=" (hive-style folders): an existing file is a recipe, whatever its name.
-        if argument.startswith("~") or ("=" in argument and not Path(argument).is_file()):
+        if is_change(argument):
             overrides.append(argument)
         elif recipe is None:
             recipe = argument
         else:
             raise UsageError(f"Unexpected argument {argument!r}: the recipe is {recipe!r}, and changes are key=value.")
     return recipe, overrides
+
+
+def is_change(argument: str) -> bool:
+    """Whether an argument is `key=value` or `~key`, and not a path: those may hold "=" and begin with "~", too."""
+    from widecli.recipe.keys import known_key
+
+    key, equals, _ = argument.removeprefix("~").partition("=")
+    if known_key(key.strip()) is not None and argument != key:
+        return True
+    if not (equals or argument.startswith("~")) or given_path(argument).exists():
+        return False
+    if "/" in key:
+        raise UsageError(f"there is no {argument}: it is neither a path that is here nor a change to a recipe key")
+    return True
 
 
 def recipe_from(
@@ -157,8 +171,8 @@ def take_checkpoint(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
     rest = list(arguments)
     for i, argument in enumerate(rest):
-        path = Path(argument)
-        if "=" not in argument and path.is_dir():
+        path = given_path(argument)
+        if path.is_dir() and not is_change(argument):
             return checkpoint.resolve(path), rest[:i] + rest[i + 1 :]
     recipe, _ = split_arguments(rest)
     if recipe is not None and not is_recipe(recipe):
@@ -181,7 +195,7 @@ def newest_checkpoint(accept: Callable[[Path], bool] = lambda _: True) -> Path |
 def refuse_own_directory(target: str | None, checkpoint: Path) -> None:
     """Refuses to write a run (`--run-dir`) or an export over the checkpoint that it starts from, or its run."""
     path = checkpoint.resolve()
-    if target and Path(target).expanduser().resolve() in (path, *path.parents):
+    if target and given_path(target).resolve() in (path, *path.parents):
         raise UsageError(f"{target} holds the checkpoint {checkpoint}; name another directory")
 
 

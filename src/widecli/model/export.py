@@ -17,7 +17,7 @@ from widecli.model import checkpoint
 from widecli.model.backbone import Backbone
 from widecli.model.identity import BackboneIdentity, config_hash, weights_hash
 from widecli.model.routed import RoutedModel
-from widecli.storage import atomic_directory
+from widecli.storage import as_bytes, atomic_directory
 
 RECIPE = "recipe.yaml"
 CARD = "README.md"
@@ -53,7 +53,7 @@ def export_copy(directory: Path, out: Path, card: str) -> None:
             shutil.copyfile(directory / name, scratch / name)
         if config.adapter_folder:
             shutil.copytree(directory / config.adapter_folder, scratch / config.adapter_folder)
-        (scratch / CARD).write_text(card, encoding="utf-8")
+        (scratch / CARD).write_bytes(as_bytes(card))
 
 
 def export_merged(
@@ -86,7 +86,7 @@ def export_merged(
             shutil.copyfile(directory / name, scratch / name)
         document = replace(config, merged=merged).to_json()
         (scratch / checkpoint.CONFIG).write_text(json.dumps(document, indent=2) + "\n")
-        (scratch / CARD).write_text(card(check), encoding="utf-8")
+        (scratch / CARD).write_bytes(as_bytes(card(check)))
     return check
 
 

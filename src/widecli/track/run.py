@@ -15,9 +15,9 @@ from typing import IO, Any
 
 from widecli.errors import UsageError
 from widecli.recipe.keys import leaves, value_at
-from widecli.recipe.load import ResolvedRecipe, load_text
+from widecli.recipe.load import ResolvedRecipe, load_stored, load_text
 from widecli.recipe.schema import BudgetSection
-from widecli.storage import held, plain, unwritable, write_json, write_text
+from widecli.storage import given_path, held, plain, unwritable, write_json, write_text
 from widecli.track.summary import completed
 
 RUNS = Path("runs")
@@ -198,7 +198,7 @@ class Run:
         try:
             if self._metrics is None:
                 self._drop_torn_line()
-                self._metrics = self._metrics_path.open("a", encoding="utf-8")
+                self._metrics = self._metrics_path.open("a", encoding="utf-8", errors="backslashreplace")
             self._metrics.write(line + "\n")
             self._metrics.flush()
         except OSError as error:
@@ -276,12 +276,12 @@ class Run:
 
 def directory(command: str, name: str, run_dir: str | Path | None = None) -> Path:
     """Where a run of that command and name lies."""
-    return Path(run_dir).expanduser() if run_dir is not None else RUNS / f"{command}-{name}"
+    return given_path(str(run_dir)) if run_dir is not None else RUNS / f"{command}-{name}"
 
 
 def _refuse_other_recipe(path: Path, recipe_yaml: str) -> None:
     stored_path = path / "recipe.yaml"
-    stored = load_text(stored_path.read_text(encoding="utf-8"), str(stored_path)).model_dump(mode="json")
+    stored = load_stored(stored_path).model_dump(mode="json")
     wanted = load_text(recipe_yaml).model_dump(mode="json")
     keys = [key for key in leaves(wanted) if not key.startswith(_FREE_ON_RESUME)]
     changed = [key for key in keys if value_at(stored, key) != value_at(wanted, key)]
