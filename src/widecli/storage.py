@@ -50,6 +50,16 @@ def given_path(name: str) -> Path:
     return path
 
 
+def refuse_name_for_tensors(path: Path, flag: str) -> None:
+    """Refuses a folder for tensors whose name is no UTF-8: safetensors writes there and reads nothing back."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"{path} is no UTF-8, and checkpoints can't be read from there: name another with {flag}."
+        ) from None
+
+
 def shortened(text: str, longest: int = 80) -> str:
     """A text as a message shows it."""
     return repr(text if len(text) <= longest else text[: longest - 3] + "...")
@@ -85,6 +95,15 @@ def write_text(path: Path, text: str) -> None:
 def as_bytes(text: str) -> bytes:
     """UTF-8. A byte of a file's name that is none is written `\\udce9`: JSON and YAML give the name back from that."""
     return text.encode("utf-8", "backslashreplace")
+
+
+def printable(value: Any) -> Any:
+    """Plain data in which every text is UTF-8, as `as_bytes` writes it: for tables and for people."""
+    if isinstance(value, str):
+        return value if value.isascii() else as_bytes(value).decode()
+    if isinstance(value, dict):
+        return {printable(key): printable(item) for key, item in value.items()}
+    return [printable(item) for item in value] if isinstance(value, list) else value
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -136,19 +155,26 @@ def plain(value: Any) -> Any:
 def atomic_directory(target: Path) -> Iterator[Path]:
     """Yield a scratch directory beside `target` that takes its place, whole, when the block ends without an error.
 
-    A process killed inside the block leaves `target` as it was; the scratch directory's name starts with a dot.
+    A process killed inside the block leaves `target` as it was; the scratch directory's name starts with a dot. Of a
+    link it is what that leads to. A directory that cannot be moved, such as a mount, is filled where it is: the scratch
+    directory lies in it, and its content takes the place of what was there.
     """
     from safetensors import SafetensorError
 
+    target = target.resolve()
     scratch: Path | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        in_place = stays_in_place(target)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target if in_place else target.parent))
         yield scratch
         for path in scratch.rglob("*"):
             if path.is_file():
                 path.chmod(0o644)
                 _sync(path)
+        if in_place:
+            _replace_content(target, scratch)
+            return
         if target.exists():
             old = Path(tempfile.mkdtemp(prefix=f".old-{target.name}.", dir=target.parent))
             target.replace(old)  # replacing an empty directory is allowed
@@ -163,6 +189,43 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     finally:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def stays_in_place(folder: Path) -> bool:
+    """Whether a folder that is there cannot be put aside: a mount, one where this process is, or in a locked parent."""
+    folder = folder.resolve()
+    if not folder.is_dir():
+        return False
+    return os.path.ismount(folder) or Path.cwd().is_relative_to(folder) or not os.access(folder.parent, os.W_OK)
+
+
+def _replace_content(folder: Path, scratch: Path) -> None:
+    """Put what lies in `scratch`, itself in `folder`, in the place of everything else there."""
+    old = Path(tempfile.mkdtemp(prefix=".old-", dir=folder))
+    for entry in list(folder.iterdir()):
+        if entry not in (old, scratch):
+            entry.replace(old / entry.name)
+    for entry in list(scratch.iterdir()):
+        entry.replace(folder / entry.name)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_directory(path: Path) -> None:
+    """Take a folder away with all it holds; one that cannot be moved is emptied. A kill leaves no half under its name.
+
+    Of a link it is what that leads to. Raises WideError where it cannot be taken away.
+    """
+    path = path.resolve()
+    aside = path.with_name(f".{path.name}.{os.getpid()}.old")
+    try:
+        if stays_in_place(path):
+            with tempfile.TemporaryDirectory(prefix=".old-", dir=path, ignore_cleanup_errors=True) as nothing:
+                _replace_content(path, Path(nothing))
+            return
+        path.rename(aside)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def try_lock(file: Path, warn: Callable[[str], None] = lambda _: None) -> int | None:

@@ -140,6 +140,25 @@ def test_texts_of_one_name_have_a_figure_each_and_none_passes_for_wikitext(
     assert "c/t.txt/token_ppl" in measured("moved", "c/t.txt", "b/t.txt")
 
 
+def test_odd_names_go_all_the_way(wide: Wide, run: Outcome, held_out: Path, workplace: Path) -> None:
+    odd = workplace / "runs" / "lr=0.001 #1"
+    odd.parent.mkdir()
+    (workplace / "calibrated").rename(odd)
+    text = Path("caf\udce9") / "t[\udce9]xt#.txt"  # a byte that is no UTF-8
+    text.parent.mkdir()
+    text.write_bytes(held_out.read_bytes())
+    measured = wide("eval", "runs/lr=0.001 #1", f"eval.perplexity={text}", "--run-dir", "e=1", "--json")
+    assert measured.code == 0, measured.err
+    assert wide("export", odd, "--out", "x/exp=1").code == 0
+    again = wide("eval", "./x/exp=1", f"eval.perplexity={text}", "--run-dir", "e=2", "--json")
+    assert list(again.document["perplexity"].values()) == pytest.approx(list(measured.document["perplexity"].values()))
+    trained = wide("calibrate", "--data", text, "--steps", 2, "--run-dir", "~r", odd / "recipe.yaml", "--json")
+    assert trained.code == 0, trained.err
+    assert wide("report", "e=1", "e=2", "~r", "--format", "html,md,csv,tex").code == 0
+    wide("calibrate", odd / "recipe.yaml", "--run-dir", "r\udce9").refused_with("no UTF-8", "--run-dir")
+    wide("export", odd, "--out", "r\udce9").refused_with("no UTF-8", "--out")
+
+
 def test_the_newest_run_is_meant_when_none_is_named(wide: Wide, tiny_recipe: Path, workplace: Path) -> None:
     for seed, age in ((0, 100), (1, 0)):
         document = wide("calibrate", tiny_recipe, "--steps", 2, "--seed", seed, "--json").document

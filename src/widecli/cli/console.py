@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 from rich.console import Console
 
 from widecli.ranks import current
+from widecli.storage import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -55,7 +56,7 @@ def stdout_for_document(reserved: bool) -> Iterator[None]:
             stack.callback(os.dup2, kept, 1)
             os.dup2(2, 1)
             # A second duplicate: the stream closes its own, `kept` restores descriptor 1 afterwards.
-            stream = stack.enter_context(os.fdopen(os.dup(kept), "w", encoding="utf-8", errors="backslashreplace"))
+            stream = stack.enter_context(os.fdopen(os.dup(kept), "w", encoding="utf-8"))
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         _document_stream.append(stream)
         stack.callback(_document_stream.pop)
@@ -74,7 +75,7 @@ def emit_json(document: dict[str, Any]) -> None:
     if not current().is_first:
         return
     stream = _document_stream[-1] if _document_stream else sys.stdout
-    stream.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    stream.write(printable(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)) + "\n")
     stream.flush()
 
 

@@ -11,7 +11,7 @@ import typer
 from widecli.cli import options
 from widecli.cli.console import emit_json, note, stdout_for_document, warn
 from widecli.errors import UsageError
-from widecli.storage import given_path, held
+from widecli.storage import given_path, held, refuse_name_for_tensors
 
 Checkpoint = Annotated[
     str | None,
@@ -118,6 +118,7 @@ def refuse_occupied(out: Path, source: Path, overwrite: bool) -> None:
     """Only an empty or new folder is written to; with `overwrite` also an earlier export."""
     from widecli.model.checkpoint import CONFIG
 
+    refuse_name_for_tensors(out, "--out")
     options.refuse_own_directory(str(out), source)
     if source.resolve() in out.resolve().parents:
         raise UsageError(f"{out} lies inside the checkpoint {source}; name another folder")

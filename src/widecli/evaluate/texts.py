@@ -9,7 +9,7 @@ from pathlib import Path
 from widecli.data.file_formats import FORMATS, format_of, running_text
 from widecli.errors import UsageError
 from widecli.evaluate.hub_data import load_rows
-from widecli.storage import given_path
+from widecli.storage import given_path, printable
 
 WIKITEXT2 = "EleutherAI/wikitext_document_level"
 WIKITEXT2_CONFIG = "wikitext-2-raw-v1"
@@ -85,11 +85,11 @@ def perplexity_keys(names: Sequence[str]) -> dict[str, str]:
         given = given_path(split_windows(name)[0])
         stem = given.name[: -len(format_of(given) or "")] or given.name
         reserved = split_windows(stem.lower())[0] in NAMED_TEXTS
-        labels[name] = f"{given.name if reserved else stem}{ends[name]}"
+        labels[name] = printable(f"{given.name if reserved else stem}{ends[name]}")
     for length in range(1, max((len(path.parts) for path in files.values()), default=0) + 1):
         for name in _shared(labels, files, ends):
             given = Path(given_path(split_windows(name)[0]).absolute())
-            labels[name] = f"{'/'.join(given.parts[-length:])}{ends[name]}"
+            labels[name] = printable(f"{'/'.join(given.parts[-length:])}{ends[name]}")
     return {name: f"{(named | labels)[name]}/{METRIC}" for name in names}
 
 

@@ -28,6 +28,7 @@ from widecli.recipe.schema import NO_COMPENSATION, Recipe
 from widecli.report.find import StoredRun
 from widecli.report.flops import gross_and_net
 from widecli.report.lineage import began_with, converted, producer_of, producers
+from widecli.storage import printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -110,7 +111,7 @@ def _identity(run: StoredRun, producer: StoredRun | None, model: str) -> dict[st
     """What a row is. The producer's recipe describes it; a stored evaluation may have had another one."""
     summary, recipe = run.summary, (producer or run).recipe
     plan = summary.get("plan") or (producer.summary.get("plan") if producer else None) or {}
-    row: dict[str, Any] = {"run": run.label, "path": str(run.path), "command": run.command, "model": model}
+    row: dict[str, Any] = {"run": run.label, "path": printable(str(run.path)), "command": run.command, "model": model}
     row |= _protocol(summary)
     if not plan and run.command == "profile":  # of a bare shape
         return row | {"origin": run.label, "stage": run.command, "mode": "shape", "configuration": run.label}
@@ -316,7 +317,7 @@ def speedups(summary: Mapping[str, Any]) -> dict[str, Any]:
 def _dense_beside(run: StoredRun, dense: Mapping[str, Any], model: str, alike: frozenset[str]) -> dict[str, Any]:
     """The dense model as an evaluation measured it beside its checkpoint."""
     alone = {**dense, "plan": None, "protocol": run.summary.get("protocol"), "retention": 1.0, "skip_by_text": None}
-    row = {"run": run.label, "path": str(run.path), "command": "eval", "model": model}
+    row = {"run": run.label, "path": printable(str(run.path)), "command": "eval", "model": model}
     row |= {"origin": f"{DENSE} {model}", "stage": DENSE, "mode": DENSE, "configuration": DENSE}
     protocol = _protocol(alone)
     protocol["fullness"] -= 0.5  # a dense run of its own goes first

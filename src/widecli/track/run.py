@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -17,7 +16,16 @@ from widecli.errors import UsageError
 from widecli.recipe.keys import leaves, value_at
 from widecli.recipe.load import ResolvedRecipe, load_stored, load_text
 from widecli.recipe.schema import BudgetSection
-from widecli.storage import given_path, held, plain, unwritable, write_json, write_text
+from widecli.storage import (
+    given_path,
+    held,
+    plain,
+    refuse_name_for_tensors,
+    remove_directory,
+    unwritable,
+    write_json,
+    write_text,
+)
 from widecli.track.summary import completed
 
 RUNS = Path("runs")
@@ -106,9 +114,9 @@ class Run:
         if occupied and resume:
             _refuse_other_recipe(path, recipe_yaml)
         elif occupied:
-            _remove(path)
+            remove_directory(path)
         try:
-            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+            (path.resolve() / "checkpoints").mkdir(parents=True, exist_ok=True)  # a link may lead to what is not there
         except OSError as error:
             raise unwritable(path, error) from error
         write_text(path / "recipe.yaml", recipe_yaml)
@@ -127,6 +135,7 @@ class Run:
         """What `create` would make or continue, or its UsageError, but for another recipe; changes nothing."""
         path = directory(command, name, run_dir)
         run = cls(path, command)
+        refuse_name_for_tensors(path, "--run-dir")
         if path.exists() and not path.is_dir():
             raise UsageError(f"{path} is a file; name another directory with --run-dir.")
         occupied = path.is_dir() and any(path.iterdir())
@@ -292,13 +301,3 @@ def _refuse_other_recipe(path: Path, recipe_yaml: str) -> None:
             f"{path} cannot be resumed with another recipe: {first} was {value_at(stored, first)} and is now "
             f"{value_at(wanted, first)}{more}; give the recipe {stored_path}, or another --run-dir."
         )
-
-
-def _remove(path: Path) -> None:
-    """Renames before deleting, so that a kill never leaves half of a run under its name."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.old")
-    try:
-        path.rename(aside)
-    except OSError as error:
-        raise unwritable(path, error) from error
-    shutil.rmtree(aside, ignore_errors=True)
