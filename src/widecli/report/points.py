@@ -61,6 +61,8 @@ class Point:
 
     def rows(self) -> list[Point]:
         """The point once for each thing that evaluations measured: what stands in one row comes from one of them."""
+        if len(self.evaluations) == 1:
+            return [replace(self, figures=self.evaluations[0].figures)]
         return [replace(self, figures=one.figures, runs=one.runs) for one in self.evaluations] or [self]
 
     @property
@@ -202,13 +204,16 @@ _BESIDE = ("validation ", "ttft ", "tpot ")
 def _evaluations(rows: pd.DataFrame, names: Sequence[str]) -> tuple[Together, ...]:
     """What evaluations of a configuration measured, each training by one of them; another one has a row of its own.
 
-    A row is for the figures that an evaluation measured, unless another measured these among more; a training whose
-    evaluations all measured less is in it by the one that measured most. Trainings' own held-out figures and measured
-    speeds, which have names of their own, stand beside each.
+    A row is for what an evaluation measured, unless another measured that among more, or on more items; a training
+    whose evaluations all measured less is in it by the one that measured most. Trainings' own held-out figures and
+    measured speeds, which have names of their own, stand beside each.
     """
     evaluated = rows[rows["command"] == "eval"]
-    columns = [name for name in names if name.startswith(_MEASURED)]
-    measured = [frozenset(name for name in columns if not math.isnan(row[name])) for _, row in evaluated.iterrows()]
+    columns = {name: name.partition(" [")[0] for name in names if name.startswith(_MEASURED)}  # however many items
+    measured = [
+        frozenset(what for name, what in columns.items() if not math.isnan(row[name]))
+        for _, row in evaluated.iterrows()
+    ]
     others = rows[rows["command"] != "eval"]
     beside = {name: figure for name in names if name.startswith(_BESIDE) if (figure := _figure(rows, name))}
     found = []

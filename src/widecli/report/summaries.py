@@ -56,6 +56,7 @@ def summary_table(made: Sequence[Point]) -> Table:
     ]
     each = [row for point in made for row in point.rows()]
     rows = [_summary_row(point) for point in each]
+    several = " What was evaluated apart has rows of its own." if len(each) > len(made) else ""
     table = Table(
         name=slug(f"summary {made[0].model}"),
         title=made[0].model,
@@ -63,7 +64,7 @@ def summary_table(made: Sequence[Point]) -> Table:
         rows=tuple(rows),
         caption=f"FLOPs skipped: of what routing may skip, over everything evaluated, {_flops_words(made)}. Of all: "
         "net. Kept: average accuracy as a share of the dense model's on the same items. ± is the sample standard "
-        "deviation over trainings. A row holds one evaluation of each training; one of something else has its own.",
+        f"deviation over trainings.{several}",
         row_runs=tuple(point.runs for point in each),
     )
     return table.filled()
