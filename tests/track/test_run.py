@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from widecli.errors import UsageError, WideError
+from widecli.errors import Preempted, UsageError, WideError
 from widecli.recipe.load import dump, resolve
 from widecli.storage import held, plain, try_lock, write_text
 from widecli.track.run import Run, run_name
@@ -69,6 +69,22 @@ def test_a_run_that_failed_before_it_had_anything_is_begun_anew_where_nothing_co
     start()
     with pytest.raises(UsageError, match=r"unfinished run \(--resume"):
         start()
+
+
+@pytest.mark.parametrize("command", ["calibrate", "eval"])
+def test_what_failed_before_it_had_anything_leaves_no_run(command: str) -> None:
+    with pytest.raises(WideError), Run.held(command, "x", recipe_yaml=RECIPE) as run:
+        run.write_environment()
+        raise WideError("no data")
+    assert not run.path.exists()
+    with pytest.raises(WideError), Run.held(command, "x", recipe_yaml=RECIPE) as run:
+        run.log(1, loss=2.0)
+        raise WideError("no memory")
+    assert run.metrics() == [{"step": 1, "loss": 2.0}]
+    for end in (KeyboardInterrupt, Preempted):  # --resume may find more than is seen here
+        with pytest.raises(end), Run.held(command, "y", recipe_yaml=RECIPE, overwrite=True) as run:
+            raise end
+        assert run.path.is_dir()
 
 
 def test_overwrite_replaces_a_run_but_never_a_folder_that_is_none(tmp_path: Path) -> None:

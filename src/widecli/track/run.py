@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from widecli.errors import UsageError
+from widecli.errors import Preempted, UsageError, WideError
 from widecli.recipe.keys import leaves, value_at
 from widecli.recipe.load import ResolvedRecipe, load_stored, load_text
 from widecli.recipe.schema import BudgetSection
@@ -32,6 +32,7 @@ RUNS = Path("runs")
 _TRAIN = ("calibrate", "lora")
 CONTINUABLE = (*_TRAIN, "profile")
 """Commands that keep what they have on the way, which take `--resume`."""
+_FROM_THE_START = {"recipe.yaml", "environment.json", "checkpoints"}
 _LONGEST_LINE_BYTES = 1 << 20
 # What may differ when a run continues: none of it changes the batches, the noise or the learning rates.
 _FREE_ON_RESUME = ("track.", "eval.", "distributed.", "train.save_every")
@@ -77,11 +78,23 @@ class Run:
         resume: bool = False,
         warn: Callable[[str], None] = lambda _: None,
     ) -> Iterator[Run]:
-        """`create`, and no other process in the directory inside the block; raises WideError when one is there."""
+        """`create`, and no other process in the directory inside the block; raises WideError when one is there.
+
+        A block that fails before anything was trained or measured leaves no run behind.
+        """
         with held(directory(command, name, run_dir), warn=warn):
-            yield cls.create(
+            run = cls.create(
                 command, name, recipe_yaml=recipe_yaml, run_dir=run_dir, overwrite=overwrite, resume=resume
             )
+            try:
+                yield run
+            except Preempted:
+                raise
+            except WideError:
+                run.close()
+                if run.is_empty:
+                    remove_directory(run.path)
+                raise
 
     @classmethod
     def create(
@@ -157,9 +170,12 @@ class Run:
     @property
     def holds_nothing(self) -> bool:
         """It ended before it had anything to lose, and its command measures all of it or nothing."""
-        if self.command in _TRAIN or self.has_checkpoints:
-            return False
-        return {p.name for p in self.path.iterdir()} <= {"recipe.yaml", "environment.json", "checkpoints"}
+        return self.command not in _TRAIN and self.is_empty
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing but the recipe and the machine is recorded."""
+        return not self.has_checkpoints and {p.name for p in self.path.iterdir()} <= _FROM_THE_START
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
