@@ -59,11 +59,7 @@ def find(checkpoint: str | None) -> Path:
 
     if checkpoint is not None:
         return resolve(checkpoint)
-    newest = options.newest_checkpoint()
-    if newest is None:
-        raise UsageError("there is no checkpoint below runs/: name one")
-    note(f"exporting the newest checkpoint, {newest}")
-    return newest
+    return options.the_newest_checkpoint("exporting")
 
 
 def run_export(

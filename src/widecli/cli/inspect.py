@@ -19,7 +19,14 @@ FORMATS = ("html", "png", "svg")
 TOKENS_SHOWN = 96  # columns of a heat map that can still be read
 LEAST_COUNT = 3  # a token seen less often says nothing about its kind
 
-Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint or a run directory with one.")]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[CHECKPOINT]",
+        help="A checkpoint or a run directory with one (default: the newest below runs/).",
+        show_default=False,
+    ),
+]
 Text = Annotated[
     str, typer.Option("--text", help="wikitext2, pydoc-topics, or a .txt or .jsonl[.gz] file.", show_default=True)
 ]
@@ -31,7 +38,7 @@ Formats = Annotated[
 
 
 def inspect(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint = None,
     text: Text = "pydoc-topics",
     tokens: Tokens = 2048,
     formats: Formats = None,
@@ -52,7 +59,7 @@ def inspect(
         asked = formats is not None
         wanted = drawable(chosen_formats(formats, FORMATS) if asked else ["html", "png"], asked=asked)
         summary = run_inspection(
-            checkpoint,
+            checkpoint or options.the_newest_checkpoint("inspecting"),
             text,
             tokens,
             wanted,

@@ -72,7 +72,7 @@ DataRoot = Annotated[
 Wandb = Annotated[str | None, typer.Option("--wandb", help="auto, online, offline or off.", rich_help_panel=_RECIPE)]
 RunDir = Annotated[
     str | None,
-    typer.Option("--run-dir", help="Directory of this run; default runs/<command>-<name>.", rich_help_panel=_RECIPE),
+    typer.Option("--run-dir", help="Directory of this run; else runs/<command>-<name>.", rich_help_panel=_RECIPE),
 ]
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.", rich_help_panel=_RUN)]
@@ -95,6 +95,33 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existin
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an existing run.", rich_help_panel=_RUN)]
 Offline = Annotated[
     bool, typer.Option("--offline", help="Use only what is on this machine, never the Hub.", rich_help_panel=_RUN)
+]
+
+
+def _print_keys(wanted: bool) -> None:
+    """Every recipe key with its default and what it is for, section by section."""
+    if not wanted:
+        return
+    import json
+
+    from widecli.recipe.keys import accepted, recipe_keys
+
+    for key, field in recipe_keys().items():
+        default = field.get_default(call_default_factory=True)
+        shown = default if isinstance(default, str) else json.dumps(default)
+        typer.echo(f"{key}={shown}\n    {f'{field.description}; ' if field.description else ''}{accepted(field)}")
+    raise typer.Exit
+
+
+Keys = Annotated[
+    bool,
+    typer.Option(
+        "--keys",
+        callback=_print_keys,
+        is_eager=True,
+        help="List every recipe key with its default and what it takes, and end.",
+        rich_help_panel=_RUN,
+    ),
 ]
 
 FLAG_KEYS: Mapping[str, str] = {
@@ -190,6 +217,17 @@ def newest_checkpoint(accept: Callable[[Path], bool] = lambda _: True) -> Path |
             if accept(found):
                 return found
     return None
+
+
+def the_newest_checkpoint(doing: str) -> Path:
+    """`newest_checkpoint`, told to people as what is being done to it; raises UsageError where there is none."""
+    from widecli.cli.console import note
+
+    newest = newest_checkpoint()
+    if newest is None:
+        raise UsageError("there is no checkpoint below runs/: name one, or run wide calibrate first")
+    note(f"{doing} the newest checkpoint, {newest}")
+    return newest
 
 
 def refuse_own_directory(target: str | None, checkpoint: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,8 +73,7 @@ def load_backbone(section: ModelSection, device: torch.device | None = None) -> 
     from transformers.utils import logging
 
     device = device or default_device()
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
+    logging.disable_progress_bar()  # commands say themselves what they load
     source = _locate(section.name)
     options: dict[str, Any] = {"revision": section.revision} if section.revision else {}
     tokenizer, model = _load(section, source, options, resolve_dtype(section.dtype, device))
