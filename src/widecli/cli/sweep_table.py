@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from widecli.cli.console import console, note, warn
-from widecli.cli.cost_card import duration
+from widecli.cli.cost_card import duration, time_here
 from widecli.sweep.grid import heads, show
 from widecli.sweep.jobs import Job, Plan, State, counted, time_left
 
@@ -244,7 +244,7 @@ def print_grid(plan: Plan, document: dict[str, Any]) -> None:
             warn(f"{job.name} cannot run: {job.error}")
     note(f"{len(plan.points)} point{'s' * (len(plan.points) != 1)}, {counted(plan.jobs)}")
     if seconds := document["seconds_on_reference"]:
-        time = f"{duration(seconds)} on {document['reference']}"
+        time = f"{duration(seconds)} on {document['reference']}{time_here(document['flops'])}"
         note(f"training still to do takes about {time}; evaluations are not estimated")
     note(f"it would run in {document['run_dir']}")
     if "sbatch" in document:
