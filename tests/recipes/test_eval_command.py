@@ -140,6 +140,23 @@ def test_texts_of_one_name_have_a_figure_each_and_none_passes_for_wikitext(
     assert "c/t.txt/token_ppl" in measured("moved", "c/t.txt", "b/t.txt")
 
 
+def test_rows_have_their_text_where_the_recipe_says_for_training_and_for_perplexity(
+    wide: Wide, tiny_recipe: Path, text_file: Path, held_out: Path, workplace: Path
+) -> None:
+    for name, source in (("train", text_file), ("held", held_out)):
+        (workplace / f"{name}.jsonl").write_text(json.dumps({"id": 1, "body": source.read_text()}) + "\n")
+    changes = ("data.text_field=body", "data.validation=held.jsonl", "eval.perplexity=held.jsonl", "--steps", 2)
+    trained = wide("calibrate", tiny_recipe, "--data", "train.jsonl", *changes, "--run-dir", "r", "--json")
+    assert trained.code == 0, trained.err
+    measured = wide("eval", "r", "--json")
+    assert measured.code == 0, measured.err
+    final = trained.document["validation"]["final"]
+    assert measured.document["perplexity"]["held/token_ppl"] == pytest.approx(final, rel=1e-5)
+    wide("eval", "r", "data.text_field=text", "--run-dir", "e").refused_with(
+        "held.jsonl line 1", "its fields: id, body"
+    )
+
+
 def test_odd_names_go_all_the_way(wide: Wide, run: Outcome, held_out: Path, workplace: Path) -> None:
     odd = workplace / "runs" / "lr=0.001 #1"
     odd.parent.mkdir()

@@ -87,7 +87,7 @@ def prepare(
     section = resolved.recipe.eval
     check_tasks(section.tasks, data_root=section.data_root, offline=offline)
     check_texts(section.perplexity)
-    return Evaluation(model, section, target, with_dense, offline), resolved
+    return Evaluation(model, section, target, with_dense, offline, resolved.recipe.data.text_field), resolved
 
 
 def evaluation_name(job: Evaluation) -> str:
@@ -98,10 +98,9 @@ def evaluation_name(job: Evaluation) -> str:
     import hashlib
     import json
 
-    from widecli.evaluate.protocol import EvalProtocol
     from widecli.model.checkpoint import content_hash
 
-    protocol = json.dumps(EvalProtocol.from_section(job.section).as_dict(), sort_keys=True)
+    protocol = json.dumps(job.protocol.as_dict(), sort_keys=True)
     content = f"/{content_hash(job.checkpoint)}" if job.checkpoint else ""
     digest = hashlib.sha256(f"{protocol}{content}".encode()).hexdigest()[:8]
     if job.checkpoint is None:
@@ -114,10 +113,9 @@ def evaluation_name(job: Evaluation) -> str:
 
 def describe(job: Evaluation) -> dict[str, Any]:
     """What would be measured; loads neither weights nor data sets."""
-    from widecli.evaluate.protocol import EvalProtocol
     from widecli.model import checkpoint
 
-    protocol = EvalProtocol.from_section(job.section).as_dict()
+    protocol = job.protocol.as_dict()
     plan = checkpoint.read_config(job.checkpoint).plan.to_json() if job.checkpoint else None
     note(f"would evaluate {job.checkpoint or 'the dense model'} on {job.model.name}")
     for key in ("perplexity", "tasks", "limit", "max_length", "data"):

@@ -159,7 +159,8 @@ class _Builder:
 
         recipe, file = point.resolved.recipe, self.file(point)
         changes = _differences(point.calibration.recipe.eval, recipe.eval, "eval")
-        name = evaluation_name(Evaluation(recipe.model, recipe.eval, None, True, bool(self.options)))
+        field = point.calibration.recipe.data.text_field
+        name = evaluation_name(Evaluation(recipe.model, recipe.eval, None, True, bool(self.options), field))
         return self.job(
             f"eval-{name}",
             "eval",

@@ -132,7 +132,7 @@ def _text_of(row: object, fields: Sequence[str], where: str) -> str | None:
 
 
 def _either(fields: Sequence[str]) -> str:
-    return f"{' or '.join(map(repr, fields))} (data.text_field)" if len(fields) == 1 else " or ".join(map(repr, fields))
+    return f"{' or '.join(map(repr, dict.fromkeys(fields)))} (data.text_field)"
 
 
 def fields_named(fields: list[str]) -> str:

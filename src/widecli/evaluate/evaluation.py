@@ -17,7 +17,7 @@ from widecli.evaluate.perplexity import measure_perplexity
 from widecli.evaluate.protocol import EvalProtocol
 from widecli.evaluate.results import average, retention, summarise
 from widecli.evaluate.tasks import load_tasks
-from widecli.evaluate.texts import perplexity_keys
+from widecli.evaluate.texts import TEXT_FIELDS, perplexity_keys
 from widecli.model import checkpoint
 from widecli.model.backbone import Backbone, load_backbone
 from widecli.model.identity import BackboneIdentity
@@ -39,6 +39,12 @@ class Evaluation:
     checkpoint: Path | None
     with_dense: bool
     offline: bool
+    text_field: str = TEXT_FIELDS[0]
+
+    @property
+    def protocol(self) -> EvalProtocol:
+        """What the result depends on besides the model."""
+        return EvalProtocol.from_section(self.section, self.text_field)
 
 
 def evaluate(job: Evaluation, note: Note, store: Store) -> dict[str, Any]:
@@ -104,7 +110,7 @@ class _Measurement:
         self.tasks = tasks
         self.note = note
         self.store = store
-        self.protocol = EvalProtocol.from_section(job.section)
+        self.protocol = job.protocol
 
     def dense(self) -> dict[str, Any]:
         """The dense model's figures, from the cache when the same protocol has been measured before."""
@@ -162,6 +168,7 @@ class _Measurement:
                     batch_size=section.batch_size if isinstance(section.batch_size, int) else self._perplexity_batch(),
                     data_root=section.data_root,
                     offline=self.job.offline,
+                    fields=(self.job.text_field, *TEXT_FIELDS),
                     ranks=current(),
                 ),
             )
@@ -221,6 +228,6 @@ def _summary(
         "retention": kept,
         "dense": dense,
         "tokens_per_second": tokens / seconds if tokens else None,
-        "protocol": EvalProtocol.from_section(job.section).as_dict(),
+        "protocol": job.protocol.as_dict(),
         "checkpoint": str(job.checkpoint) if job.checkpoint else None,
     }

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from widecli.evaluate.texts import METRIC, NAMED_TEXTS, perplexity_keys, split_windows
+from widecli.evaluate.texts import METRIC, NAMED_TEXTS, TEXT_FIELDS, perplexity_keys, split_windows
 from widecli.storage import given_path
 
 if TYPE_CHECKING:
@@ -50,9 +50,13 @@ class EvalProtocol:
     scoring: int = SCORING_VERSION
 
     @classmethod
-    def from_section(cls, section: EvalSection) -> EvalProtocol:
-        """The protocol that a recipe's `eval` section asks for, with the versions installed here."""
-        texts = tuple(_text_identity(name, key) for name, key in perplexity_keys(section.perplexity).items())
+    def from_section(cls, section: EvalSection, text_field: str = TEXT_FIELDS[0]) -> EvalProtocol:
+        """The protocol that a recipe's `eval` section asks for, with the versions installed here.
+
+        `text_field`: where rows of files have their text first of all.
+        """
+        named = perplexity_keys(section.perplexity)
+        texts = tuple(_text_identity(name, key, text_field) for name, key in named.items())
         return cls(
             tasks=expand_tasks(section.tasks),
             limit=section.limit,
@@ -77,14 +81,17 @@ def _installed(package: str) -> str:
         return "absent"
 
 
-def _text_identity(name: str, key: str) -> str:
+def _text_identity(name: str, key: str, text_field: str) -> str:
     """A named text stands for itself; a file for its label and contents, so that an edited file is another protocol."""
     text, _ = split_windows(name)
     path = given_path(text)
     if text in NAMED_TEXTS or not path.is_file():
         return name
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+        found = hashlib.file_digest(file, "sha256")
+    if text_field not in TEXT_FIELDS:
+        found.update(text_field.encode())  # the same rows with another text
+    digest = found.hexdigest()[:16]
     return f"{key.removesuffix(f'/{METRIC}')}:{digest}"
 
 
