@@ -281,7 +281,10 @@ def held(path: Path, flag: str = "--run-dir", warn: Callable[[str], None] = lamb
     except WideError:  # what else cannot be written says so itself
         beside, taken, handle = None, False, None
     if beside is None and path.is_dir():
-        handle = os.open(path, os.O_RDONLY)
+        try:
+            handle = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise unwritable(path, error) from error
         taken = not _lock(handle, path, warn)
     if taken:
         raise WideError(

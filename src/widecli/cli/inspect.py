@@ -127,10 +127,13 @@ def run_inspection(
 
 
 def inspection_name(directory: Path, text: str, tokens: int) -> str:
-    """`<run>-<step>-<text>-<tokens>`."""
+    """`<run>-<step>-<text>-<tokens>`, the text as evaluations call it."""
+    from widecli.evaluate.texts import METRIC, perplexity_keys
+
     path = directory.resolve()
     owner = path.parent.parent.name if path.parent.name == "checkpoints" else path.parent.name
-    return f"{owner.removeprefix('calibrate-')}-{path.name}-{Path(text).name.split('.')[0]}-{tokens}"
+    called = perplexity_keys([text])[text].removesuffix(f"/{METRIC}")
+    return f"{owner.removeprefix('calibrate-')}-{path.name}-{called}-{tokens}"
 
 
 def write_pictures(run: Run, seen: Observation, found: Statistics, formats: list[str]) -> list[str]:
