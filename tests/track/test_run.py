@@ -186,10 +186,12 @@ def test_a_summary_without_a_promised_key_is_a_bug_found_at_once() -> None:
         start().write_summary(values)
 
 
-def test_a_damaged_summary_is_not_a_finished_run() -> None:
+@pytest.mark.parametrize("content", [b'{"schema": ', b'{"schema": "\xff"}', b"[" * 5000, b"[1]", b""])
+def test_a_damaged_summary_is_not_a_finished_run(content: bytes) -> None:
     run = start()
-    (run.path / "summary.json").write_text('{"schema": ')
-    assert not run.is_finished
+    (run.path / "summary.json").write_bytes(content)
+    (run.path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + content + b"\n")
+    assert not run.is_finished and run.metrics() == [{"step": 1}]
 
 
 def test_opening_something_else_is_refused(tmp_path: Path) -> None:

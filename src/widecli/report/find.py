@@ -180,7 +180,7 @@ def _complaint(summary: Mapping[str, Any]) -> str | None:
 def _json(path: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return printable(found) if isinstance(found, dict) else None
 

@@ -211,7 +211,7 @@ class Run:
         """The run's summary; None when it has none that can be read."""
         try:
             summary = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         return summary if isinstance(summary, dict) and "schema" in summary else None
 
@@ -239,7 +239,7 @@ class Run:
         for line in lines:
             try:
                 entry = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(entry, dict) and isinstance(entry.get("step"), int):
                 entries.append(entry)
