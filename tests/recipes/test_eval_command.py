@@ -117,6 +117,66 @@ def test_a_dense_model_alone(wide: Wide, model_folder: Path, held_out: Path) -> 
     assert document["dense"] is None and document["perplexity"]["held-out/token_ppl"] > 1
 
 
+def test_texts_of_one_name_have_a_figure_each_and_none_passes_for_wikitext(
+    wide: Wide, model_folder: Path, held_out: Path, workplace: Path
+) -> None:
+    words = held_out.read_text()
+    texts = {"a/t": words[:500], "b/t": words[500:], "wikitext2": words[200:700], "news.v1": words[:300]}
+    for name, text in texts.items():
+        (workplace / name).parent.mkdir(exist_ok=True)
+        (workplace / f"{name}.txt").write_text(text)
+
+    def measured(folder: str, *names: str) -> dict[str, float]:
+        asked = "eval.perplexity=" + ",".join(names)
+        done = wide("eval", "--model", model_folder, asked, "eval.perplexity_window=64", "--run-dir", folder, "--json")
+        assert done.code == 0, done.err
+        return dict(done.document["perplexity"])
+
+    together = measured("all", *(f"{name}.txt" for name in texts), "a/t.txt@2", "./b/t.txt")
+    assert len(together) == 5 and not any(key.startswith("wikitext2/") for key in together)
+    alone = [figure for i, name in enumerate(texts) for figure in measured(f"r{i}", f"{name}.txt").values()]
+    assert list(together.values())[:4] == pytest.approx(alone, rel=1e-6)
+    # the same texts elsewhere: what is stored of the dense model has other names
+    (workplace / "a").rename(workplace / "c")
+    assert "c/t.txt/token_ppl" in measured("moved", "c/t.txt", "b/t.txt")
+
+
+def test_rows_have_their_text_where_the_recipe_says_for_training_and_for_perplexity(
+    wide: Wide, tiny_recipe: Path, text_file: Path, held_out: Path, workplace: Path
+) -> None:
+    for name, source in (("train", text_file), ("held", held_out)):
+        (workplace / f"{name}.jsonl").write_text(json.dumps({"id": 1, "body": source.read_text()}) + "\n")
+    changes = ("data.text_field=body", "data.validation=held.jsonl", "eval.perplexity=held.jsonl", "--steps", 2)
+    trained = wide("calibrate", tiny_recipe, "--data", "train.jsonl", *changes, "--run-dir", "r", "--json")
+    assert trained.code == 0, trained.err
+    measured = wide("eval", "r", "--json")
+    assert measured.code == 0, measured.err
+    final = trained.document["validation"]["final"]
+    assert measured.document["perplexity"]["held/token_ppl"] == pytest.approx(final, rel=1e-5)
+    wide("eval", "r", "data.text_field=text", "--run-dir", "e").refused_with(
+        "held.jsonl line 1", "its fields: id, body"
+    )
+
+
+def test_odd_names_go_all_the_way(wide: Wide, run: Outcome, held_out: Path, workplace: Path) -> None:
+    odd = workplace / "runs" / "lr=0.001 #1"
+    odd.parent.mkdir()
+    (workplace / "calibrated").rename(odd)
+    text = Path("caf\udce9") / "t[\udce9]xt#.txt"  # a byte that is no UTF-8
+    text.parent.mkdir()
+    text.write_bytes(held_out.read_bytes())
+    measured = wide("eval", "runs/lr=0.001 #1", f"eval.perplexity={text}", "--run-dir", "e=1", "--json")
+    assert measured.code == 0, measured.err
+    assert wide("export", odd, "--out", "x/exp=1").code == 0
+    again = wide("eval", "./x/exp=1", f"eval.perplexity={text}", "--run-dir", "e=2", "--json")
+    assert list(again.document["perplexity"].values()) == pytest.approx(list(measured.document["perplexity"].values()))
+    trained = wide("calibrate", "--data", text, "--steps", 2, "--run-dir", "~r", odd / "recipe.yaml", "--json")
+    assert trained.code == 0, trained.err
+    assert wide("report", "e=1", "e=2", "~r", "--format", "html,md,csv,tex").code == 0
+    wide("calibrate", odd / "recipe.yaml", "--run-dir", "r\udce9").refused_with("no UTF-8", "--run-dir")
+    wide("export", odd, "--out", "r\udce9").refused_with("no UTF-8", "--out")
+
+
 def test_the_newest_run_is_meant_when_none_is_named(wide: Wide, tiny_recipe: Path, workplace: Path) -> None:
     for seed, age in ((0, 100), (1, 0)):
         document = wide("calibrate", tiny_recipe, "--steps", 2, "--seed", seed, "--json").document

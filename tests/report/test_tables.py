@@ -69,7 +69,9 @@ def test_csv_holds_bare_numbers_and_the_spread_beside_them() -> None:
 def test_latex_escapes_its_special_characters() -> None:
     text = latex(TABLE)
     assert r"\caption{title \& more}" in text
-    assert r"a|b\_c & 50.0 $\pm$ 1.0 & 2.00 \\" in text
+    assert r"a\textbar{}b\_c & 50.0 $\pm$ 1.0 & 2.00 \\" in text
+    below = Table("t", "S < 0.5 | T > 1 \\ {x}", TABLE.columns, ({"name": "a<b>c|d~^"},))
+    assert r"S \textless{} 0.5 \textbar{} T \textgreater{} 1 \textbackslash{} \{x\}" in latex(below)
     assert text.count(r"\begin") == text.count(r"\end") == 2
 
 

@@ -31,6 +31,7 @@ def calibrate(
     nproc: options.Nproc = None,
     dry_run: options.DryRun = False,
     json: options.Json = False,
+    keys: options.Keys = False,
 ) -> None:
     """Train routers on a frozen model: every token learns, layer by layer, which groups to run.
 

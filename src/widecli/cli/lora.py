@@ -82,7 +82,7 @@ def prepare(
 ) -> tuple[Path | None, ResolvedRecipe]:
     """The checkpoint and the recipe that a command line asks for; only a dry run of a recipe does without the first."""
     from widecli.model.checkpoint import refuse_incomplete
-    from widecli.recipe.load import load_text
+    from widecli.recipe.load import load_stored
 
     start, rest = options.take_checkpoint(arguments or [])
     recipe, _ = options.split_arguments(rest)
@@ -96,7 +96,7 @@ def prepare(
         return None, options.recipe_from(rest, command="lora", **flags)
     refuse_incomplete(start)
     stored = start / "recipe.yaml"
-    calibrated = load_text(stored.read_text(encoding="utf-8"), str(stored))
+    calibrated = load_stored(stored)
     if recipe is None:
         rest = [*second_stage(calibrated), *rest]
     resolved = options.recipe_from(rest, base=str(stored), command="lora", **flags)

@@ -12,6 +12,7 @@ from widecli.cli.console import emit_json, note, stdout_for_document
 
 if TYPE_CHECKING:
     from widecli.profiling.request import Flags, Request
+    from widecli.profiling.subject import Settings
 
 _GRID = "What is measured"
 
@@ -156,7 +157,7 @@ def profile(
             Run.check("profile", request.run_name, run_dir=run_dir, overwrite=overwrite, resume=resume)
             document = describe(request, standing(path, request).kept if continues else frozenset())
         else:
-            words = _text(text, data_root, offline) if request.settings.masks == "learned" else ""
+            words = _text(text, data_root, offline, request.settings) if request.settings.masks == "learned" else ""
             document = run_profile(request, words, wandb=wandb, run_dir=run_dir, resume=resume, overwrite=overwrite)
         if json:
             emit_json(document)
@@ -176,11 +177,12 @@ def _by_itself(flags: Flags) -> Flags:
     return replace(flags, model=EMBEDDED)
 
 
-def _text(name: str, data_root: str | None, offline: bool) -> str:
-    from widecli.evaluate.texts import check_texts, perplexity_text
+def _text(name: str, data_root: str | None, offline: bool, settings: Settings) -> str:
+    from widecli.evaluate.texts import beginning, check_texts, perplexity_text
+    from widecli.profiling.subject import characters_read
 
     check_texts([name])
-    return perplexity_text(name, data_root, offline)[1]
+    return beginning(perplexity_text(name, data_root, offline)[1], characters_read(settings))
 
 
 def describe(request: Request, kept: frozenset[tuple[int, int]]) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def plan_sweep(recipe: Recipe, plan: Plan, folder: Path) -> dict[str, Any]:
 
     document = {"schema": "wide.dry_run/1", "command": "sweep", **manifest(folder, recipe, plan)}
     document |= {"executor": recipe.sweep.executor}
-    total, counted = 0.0, set()
+    total, flops, counted = 0.0, 0.0, set()
     for row, jobs, estimate in zip(document["points"], plan.of_point, plan.estimates, strict=True):
         row["estimate"] = estimate
         row["seconds_on_reference"] = sum(figures["seconds_on_reference"] for figures in estimate.values())
@@ -148,8 +148,9 @@ def plan_sweep(recipe: Recipe, plan: Plan, folder: Path) -> dict[str, Any]:
             if not jobs[stage].state.is_over and jobs[stage].name not in counted:
                 counted.add(jobs[stage].name)
                 total += figures["seconds_on_reference"]
+                flops += figures["flops"]
             document["reference"] = figures["reference"]
-    document |= {"seconds_on_reference": total, "reference": document.get("reference", "one H200")}
+    document |= {"seconds_on_reference": total, "flops": flops, "reference": document.get("reference", "one H200")}
     if recipe.sweep.executor == "slurm":
         document["sbatch"] = sbatch_options(recipe.sweep.slurm)
     print_grid(plan, document)

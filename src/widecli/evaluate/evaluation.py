@@ -17,6 +17,7 @@ from widecli.evaluate.perplexity import measure_perplexity
 from widecli.evaluate.protocol import EvalProtocol
 from widecli.evaluate.results import average, retention, summarise
 from widecli.evaluate.tasks import load_tasks
+from widecli.evaluate.texts import TEXT_FIELDS, perplexity_keys
 from widecli.model import checkpoint
 from widecli.model.backbone import Backbone, load_backbone
 from widecli.model.identity import BackboneIdentity
@@ -38,6 +39,12 @@ class Evaluation:
     checkpoint: Path | None
     with_dense: bool
     offline: bool
+    text_field: str = TEXT_FIELDS[0]
+
+    @property
+    def protocol(self) -> EvalProtocol:
+        """What the result depends on besides the model."""
+        return EvalProtocol.from_section(self.section, self.text_field)
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -113,7 +120,7 @@ class _Measurement:
         self.tasks = tasks
         self.note = note
         self.store = store
-        self.protocol = EvalProtocol.from_section(job.section)
+        self.protocol = job.protocol
 
     def dense(self) -> dict[str, Any]:
         """The dense model's figures, from the cache when the very same has been measured before."""
@@ -159,9 +166,11 @@ class _Measurement:
         started = time.perf_counter()
         perplexity: dict[str, float] = {}
         details: dict[str, Any] = {}
-        for name in section.perplexity:
+        for name, key in perplexity_keys(section.perplexity).items():
+            if key in perplexity:
+                continue  # the same text by another name
             self.note(f"{label}: perplexity on {name}")
-            key, result = traced(
+            result = traced(
                 name,
                 lambda name=name: measure_perplexity(  # type: ignore[misc]
                     model,
@@ -172,6 +181,7 @@ class _Measurement:
                     batch_size=section.batch_size if isinstance(section.batch_size, int) else self._perplexity_batch(),
                     data_root=section.data_root,
                     offline=self.job.offline,
+                    fields=(self.job.text_field, *TEXT_FIELDS),
                     ranks=current(),
                 ),
             )
@@ -232,6 +242,6 @@ def _summary(
         "retention": kept,
         "dense": dense,
         "tokens_per_second": tokens / seconds if tokens else None,
-        "protocol": EvalProtocol.from_section(job.section).as_dict(),
+        "protocol": job.protocol.as_dict(),
         "checkpoint": str(job.checkpoint) if job.checkpoint else None,
     }

@@ -1,6 +1,7 @@
 """lm-eval's Hugging Face model with our own batching of log-likelihoods.
 
-Differences from `HFLM`, none of which changes a prompt or what is scored: the attention mask reaches the model (routing
+Differences from `HFLM`, none of which changes a prompt or, but for a token that spans context and continuation, what is
+scored: the attention mask reaches the model (routing
 and its statistics must not see padding), requests are tokenised in bulk, batches are filled by tokens and halved on
 out-of-memory, the LM head runs only where a continuation is scored, log-probabilities are taken in fp32, and results
 come to the CPU once a batch instead of twice a request.
@@ -96,7 +97,9 @@ class ScoringModel(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         """Tokens of (context, continuation) pairs by lm-eval's rules, in bulk.
 
         Spaces that end a context belong to the continuation; the whole text is tokenised and split after as many tokens
-        as the context alone takes; an empty context becomes the prefix token (BOS, else EOS).
+        as the context alone takes; an empty context becomes the prefix token (BOS, else EOS). Where a token spans the
+        join, so that the whole does not begin with the context's tokens, the continuation is tokenised by itself:
+        lm-eval would lose its beginning, and each choice must follow the same context.
         """
         split: list[tuple[str, str]] = []
         for context, continuation in pairs:
@@ -109,8 +112,11 @@ class ScoringModel(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         encoded: list[tuple[list[int], list[int]]] = []
         for (context, continuation), (bare, rest) in zip(pairs, split, strict=True):
             if context:
-                head = contexts[bare]
-                encoded.append((head, wholes[bare + rest][len(head) :]))
+                head, whole = contexts[bare], wholes[bare + rest]
+                tail = whole[len(head) :]
+                if not tail or whole[: len(head)] != head:
+                    tail = self.tok_encode(rest, add_special_tokens=False)
+                encoded.append((head, tail))
                 continue
             tokens = self.tok_encode(continuation, add_special_tokens=False)
             prefix = self.prefix_token_id

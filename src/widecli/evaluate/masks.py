@@ -48,6 +48,7 @@ def write_masks(
     import torch
     from safetensors.torch import save
 
+    from widecli.data.packing import token_ids
     from widecli.evaluate.texts import check_texts, perplexity_text
     from widecli.model import checkpoint
     from widecli.model.backbone import load_backbone
@@ -61,8 +62,8 @@ def write_masks(
     section = checkpoint.section_of(folder)
     backbone = load_backbone(section.model_copy(update={"name": model}) if model else section)
     backbone.refuse_beyond_positions({"--window": window})
-    label, content = perplexity_text(text, data_root, offline=False)
-    encoded = backbone.tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
+    label, pieces = perplexity_text(text, data_root, offline=False)
+    encoded = token_ids(backbone.tokenizer, pieces, tokens)
     if len(encoded) < tokens:
         raise UsageError(f"{text} has {len(encoded)} tokens, fewer than the {tokens} asked for; lower --tokens")
     refuse_unknown(f"the text {text}", encoded[:tokens], backbone.model)

@@ -67,14 +67,15 @@ def observe(
     Raises:
         UsageError: a text too short to say anything, or a model that the checkpoint was not trained on.
     """
-    from widecli.evaluate.texts import perplexity_text
+    from widecli.evaluate.texts import beginning, perplexity_text
 
     config = checkpoint.read_config(directory)
-    label, words = perplexity_text(text, data_root, offline)
+    label, pieces = perplexity_text(text, data_root, offline)
+    # a token is rarely longer than twenty characters: no need to read a whole book
+    words = beginning(pieces, 20 * tokens + 1000)
     note(f"loading {model.name}")
     backbone = load_backbone(model)
-    # a token is rarely longer than twenty characters: no need to encode a whole book
-    encoded = backbone.tokenizer(words[: 20 * tokens + 1000], add_special_tokens=False, verbose=False)["input_ids"]
+    encoded = backbone.tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"]
     ids = encoded[:tokens]
     if len(ids) < 2:
         raise UsageError(f"the text {text} has {len(ids)} tokens: name a longer one with --text")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,8 +96,7 @@ def load_backbone(section: ModelSection, device: torch.device | None = None) -> 
     from transformers.utils import logging
 
     device = device or default_device()
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
+    logging.disable_progress_bar()  # commands say themselves what they load
     name, revision = section.name, section.revision
     place = _locate(name, weights=True)
     options: dict[str, Any] = {} if section.attention == "auto" else {"attn_implementation": section.attention}

@@ -214,13 +214,13 @@ def section_of(directory: Path) -> ModelSection:
 
     Raises UsageError for a checkpoint without its recipe.
     """
-    from widecli.recipe.load import load_text
+    from widecli.recipe.load import load_stored
 
     config = read_config(directory)
     stored = directory / "recipe.yaml"
     if not stored.is_file():
         raise UsageError(f"{directory} lacks its recipe.yaml; take another checkpoint of the run")
-    section = load_text(stored.read_text(encoding="utf-8"), str(stored)).model
+    section = load_stored(stored).model
     if config.merged:
         section = section.model_copy(update={"name": str(directory), "revision": None})
     return section

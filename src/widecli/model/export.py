@@ -18,7 +18,7 @@ from widecli.model.backbone import Backbone
 from widecli.model.identity import BackboneIdentity, weights_hash
 from widecli.model.positions import positions
 from widecli.model.routed import RoutedModel
-from widecli.storage import atomic_directory
+from widecli.storage import as_bytes, atomic_directory
 
 RECIPE = "recipe.yaml"
 CARD = "README.md"
@@ -55,7 +55,7 @@ def export_copy(directory: Path, out: Path, card: str) -> None:
             shutil.copyfile(directory / name, scratch / name)
         if config.adapter_folder:
             shutil.copytree(directory / config.adapter_folder, scratch / config.adapter_folder)
-        (scratch / CARD).write_text(card, encoding="utf-8")
+        (scratch / CARD).write_bytes(as_bytes(card))
 
 
 def export_merged(
@@ -90,7 +90,7 @@ def export_merged(
         files = {name: config.files[name] for name in checkpoint.routing_files(config) if name in config.files}
         document = replace(config, merged=merged, files=files).to_json()
         (scratch / checkpoint.CONFIG).write_text(json.dumps(document, indent=2) + "\n")
-        (scratch / CARD).write_text(card(check), encoding="utf-8")
+        (scratch / CARD).write_bytes(as_bytes(card(check)))
     return check
 
 

@@ -129,11 +129,12 @@ class Request:
 
     def recipe(self, wandb: str | None) -> RecordedRecipe:
         """The checkpoint's recipe; of a shape or a dense model, one that names it."""
-        from widecli.recipe.load import dump, load_text, resolve
+        from widecli.recipe.files import recipe_text
+        from widecli.recipe.load import dump, load_stored, resolve
 
         if self.checkpoint is not None:
-            text = (self.checkpoint / "recipe.yaml").read_text(encoding="utf-8")
-            recipe = load_text(text, str(self.checkpoint / "recipe.yaml"))
+            text = recipe_text(self.checkpoint / "recipe.yaml")
+            recipe = load_stored(self.checkpoint / "recipe.yaml")
         else:
             recipe = resolve(None, (), {"model.name": self.outline.name}).recipe
             text = dump(recipe)

@@ -182,15 +182,19 @@ def _plans_of(settings: Settings, shape: ModelShape, like: RoutingPlan | None) -
     return random_plans(shape, settings.group_sizes, like, settings.compensations)
 
 
+def characters_read(settings: Settings) -> int:
+    """How much of a text has tokens enough for the largest cell."""
+    return _CHARACTERS_A_TOKEN * max(settings.batches) * max(settings.prompts) + 1000
+
+
 def subject_of_checkpoint(outline: Outline, model: InferenceModel, settings: Settings, words: str) -> Subject:
     """The checkpoint on the text `words`, with its own decisions or (`settings.masks`) random ones."""
     assert model.plan is not None and model.backbone is not None
     if settings.masks == "random":
         return with_random_masks(outline, model.weights, settings, model.backbone.model)
-    needed = max(settings.batches) * max(settings.prompts)
-    encoded = model.backbone.tokenizer(
-        words[: _CHARACTERS_A_TOKEN * needed + 1000], add_special_tokens=False, verbose=False
-    )["input_ids"]
+    encoded = model.backbone.tokenizer(words[: characters_read(settings)], add_special_tokens=False, verbose=False)[
+        "input_ids"
+    ]
     if not encoded:
         raise UsageError("the text has no tokens: name a longer one with --text")
     refuse_unknown("the text", encoded, model.backbone.model)
