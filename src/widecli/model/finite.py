@@ -7,14 +7,14 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from widecli.errors import WideError
+from widecli.errors import UsageError
 
 
-def not_finite(model: nn.Module | Tensor) -> WideError:
+def not_finite(model: nn.Module | Tensor) -> UsageError:
     """The sentence for a model whose predictions are NaN although its weights are finite: activations overflow."""
     dtype = str(model.dtype).removeprefix("torch.")
     remedy = "take model.dtype=bfloat16 or float32" if dtype == "float16" else "check the model, or take another copy"
-    return WideError(f"the model predicts NaN in {dtype}, so that nothing can be measured: {remedy}")
+    return UsageError(f"the model predicts NaN in {dtype}, so that nothing can be measured: {remedy}")
 
 
 @torch.no_grad()
