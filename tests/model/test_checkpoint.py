@@ -264,7 +264,7 @@ def test_the_model_card_says_what_the_checkpoint_is() -> None:
         )
     )
     assert "some/model" in text and "attention 61.0%" in text and "ffn" not in text.split("skip rate")[1].split("\n")[0]
-    assert "50.0% of the prunable, 25.0% of all at 1024 tokens" in text
+    assert "50.0% of the prunable (gross), 25.0% of all at 1024 tokens" in text
 
 
 def flip(path: Path, at: int = -3) -> None:

@@ -192,8 +192,9 @@ def _report(document: dict[str, Any]) -> None:
         speed += f"; decode {decode['tokens']} tokens, {decode['tokens_per_second']:,.1f} tokens/s"
     note(f"{speed} ({document['device']}, {document['dtype']})")
     if rate := document["skip_rate"]:
+        from widecli.report.flops import in_words
+
         shown = ", ".join(f"{part} {value:.1%}" for part, value in rate.items() if value is not None)
-        flops = document["flops_skipped"]
-        note(f"skipped: {shown}; {flops['prunable']:.1%} of the prunable FLOPs, {flops['total']:.1%} of all")
+        note(f"skipped: {shown}; FLOPs: {in_words(document['flops_skipped'])}")
         if document["device"] == "cpu":
             note("on a CPU the operators compute everything and mask: what is skipped here saves no time")

@@ -402,8 +402,10 @@ def model_card(config: CheckpointConfig) -> str:
         shown = ", ".join(f"{k} {v:.1%}" for k, v in rate.items() if v is not None)
         lines.append(f"| skip rate | {shown} |")
     if flops := config.achieved.get("flops_skipped"):
+        # checkpoints from before compensation hold the gross share alone
+        kind = "net" if "prunable_gross" in flops else "gross"
         lines.append(
-            f"| FLOPs skipped | {flops['prunable']:.1%} of the prunable, {flops['total']:.1%} of all "
+            f"| FLOPs skipped | {flops['prunable']:.1%} of the prunable ({kind}), {flops['total']:.1%} of all "
             f"at {flops['context_tokens']} tokens |"
         )
     lines += ["", "Evaluate it with `wide eval <this directory>`.", ""]
