@@ -16,6 +16,7 @@ from widecli.model.gguf import converted
 from widecli.model.identity import BackboneIdentity, config_hash, weights_hash
 from widecli.model.plan import ModelShape
 from widecli.model.shapes import known_shape
+from widecli.model.standalone import base_config, read_config
 
 if TYPE_CHECKING:
     from widecli.recipe.schema import ModelSection
@@ -57,11 +58,9 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def stored_dtype(section: ModelSection) -> str:
     """The dtype that a model's weights are stored in, by its config; float32 when that does not say."""
-    from transformers import AutoConfig
-
     options: dict[str, Any] = {"revision": section.revision} if section.revision else {}
     try:
-        dtype = AutoConfig.from_pretrained(_locate(section.name), **options).dtype
+        dtype = read_config(_locate(section.name), **options).dtype
     except UsageError:
         raise
     except Exception as error:
@@ -91,14 +90,14 @@ def empty_backbone(section: ModelSection, dtype: torch.dtype) -> tuple[Any, Any,
 
     Raises UsageError for a model that has no safetensors to read parts of.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     source = _locate(section.name)
     options: dict[str, Any] = {} if section.attention == "auto" else {"attn_implementation": section.attention}
     try:
         folder = Path(source) if Path(source).is_dir() else _downloaded(source, section.revision)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        config = AutoConfig.from_pretrained(folder)
+        config = read_config(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, config=config)
         model = empty_model(config, dtype, **options)
     except Exception as error:  # as in _load
         raise _explain(section.name, error, local=Path(source).exists()) from error
@@ -141,7 +140,7 @@ def load_tokenizer(section: ModelSection) -> Any:
     options: dict[str, Any] = {"revision": section.revision} if section.revision else {}
     source = _locate(section.name)
     try:
-        return AutoTokenizer.from_pretrained(source, **options)
+        return AutoTokenizer.from_pretrained(source, config=base_config(source, **options), **options)
     except Exception as error:
         raise _explain(section.name, error, local=Path(source).exists()) from error
 
@@ -153,8 +152,9 @@ def _load(section: ModelSection, source: str, options: dict[str, Any], dtype: to
     if section.attention != "auto":
         loading["attn_implementation"] = section.attention
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        model = AutoModelForCausalLM.from_pretrained(source, **loading)
+        config = base_config(source, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, config=config, **options)
+        model = AutoModelForCausalLM.from_pretrained(source, config=config, **loading)
     except Exception as error:  # the library raises anything from OSError to struct.error here
         raise _explain(section.name, error, local=Path(source).exists()) from error
     return tokenizer, model
@@ -176,15 +176,13 @@ def load_shape(section: ModelSection) -> ModelShape:
     """Sizes of the model without its weights: from its config where that is at hand, else from the table."""
     if section.name == EMBEDDED and (shape := known_shape(EMBEDDED)):
         return shape
-    from transformers import AutoConfig
-
     local = Path(section.name).expanduser().exists()
     if not local and (shape := known_shape(section.name)):
         return shape
     source = _locate(section.name)
     options: dict[str, Any] = {"revision": section.revision} if section.revision else {}
     try:
-        config = AutoConfig.from_pretrained(source, **options)
+        config = read_config(source, **options)
     except Exception as error:
         raise _explain(section.name, error, local=local) from error
     family_of_config(config)  # other architectures lack some of the sizes
