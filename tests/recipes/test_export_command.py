@@ -111,6 +111,17 @@ def test_cards_say_what_is_regrouped_what_stands_in_and_what_transformers_alone_
     assert not Path("e/channels.safetensors").exists() and not Path("e/compensation.safetensors").exists()
 
 
+def test_the_dense_model_of_an_export_is_taken_with_a_word(wide: Wide, adapted: Outcome, held_out: Path) -> None:
+    assert wide("export", "adapted", "--merge", "--out", "merged").code == 0
+    for command in (
+        ("eval", f"eval.perplexity=[{held_out}]"),
+        ("generate", "--prompt", "the old", "--max-new-tokens", 2),
+    ):
+        said = wide(*command, "--model", "merged")
+        assert said.code == 0 and "merged holds a model that routes; as --model it is its dense model alone" in said.err
+    assert "holds a model that routes" not in wide("generate", "merged", "--prompt", "the", "--max-new-tokens", 2).err
+
+
 @pytest.mark.parametrize("name", ["channels.safetensors", "compensation.safetensors"])
 def test_a_checkpoint_that_lacks_a_routing_file_is_not_exported(wide: Wide, adapted: Outcome, name: str) -> None:
     Path("adapted/checkpoints/step-000008", name).unlink()

@@ -97,9 +97,12 @@ def _load(checkpoint: Path | None, model: str | None, *, dense: bool) -> tuple[I
     if checkpoint is not None:
         return InferenceModel.from_checkpoint(checkpoint, dense=dense), str(checkpoint)
     from widecli.model.backbone import load_backbone
+    from widecli.model.standalone import dense_alone
     from widecli.recipe.schema import ModelSection
 
     assert model is not None
+    if said := dense_alone(model):
+        note(said)
     return InferenceModel.from_dense(load_backbone(ModelSection(name=model))), None
 
 

@@ -107,6 +107,10 @@ def _contents(config: CheckpointConfig, merged: bool) -> Iterator[str]:
         "Without `trust_remote_code=True` it refuses, rather than run the model dense. So does lm-eval: "
         "`lm_eval --model hf --model_args pretrained=FOLDER,trust_remote_code=True --tasks piqa`."
     )
+    yield (
+        "It computes what is skipped, too, and masks it: figures are those of routing, times are not. "
+        "`wide generate FOLDER` and `wide profile FOLDER` skip in earnest."
+    )
 
 
 def _routing_parts(config: CheckpointConfig) -> list[str]:

@@ -70,6 +70,14 @@ def module_paths(family: Family) -> dict[str, Any]:
     }
 
 
+def dense_alone(name: str) -> str | None:
+    """What to say where the dense model alone is taken of a folder whose model routes; None for any other model."""
+    path = Path(name).expanduser() / "config.json"
+    if not path.is_file() or json.loads(path.read_text(encoding="utf-8")).get("model_type") != "wide":
+        return None
+    return f"{name} holds a model that routes; as --model it is its dense model alone, without --model it routes"
+
+
 def base_config(place: str | Path, **options: Any) -> Any | None:
     """The dense model's config of an exported model (a folder or a Hub id); None for any other model.
 
