@@ -275,23 +275,24 @@ def static(folder: Path, model: Any, layers: list[dict[str, Any]], **more: Any) 
 def test_layers_cut_to_uneven_widths_compute_what_constant_masks_do(tmp_path: Path, family: str) -> None:
     ids, model = random_ids(2, 10), tiny_model(family)
     dense = model(ids).logits
-    masks = [{"ffn": "1011"}, {"attention": "0011", "ffn": "0110"}]
+    masks = [{"attention": "0011", "ffn": "1011"}, {"attention": "0101", "ffn": "0110"}]
     masked = load(static(tmp_path / "masked", model, masks))
     expected = masked(ids).logits
     assert not torch.allclose(expected, dense, atol=0.1)
     assert masked.masks()[1, "ffn"].tolist() == [[[False, True, True, False]] * 10] * 2
-    head = masked.config.head_dim if family == "qwen3" else 8
-    for index, channels, first in ((0, [*range(16), *range(32, 64)], 0), (1, list(range(16, 48)), 2 * head)):
-        layer = model.model.layers[index]
+    size = masked.config.head_dim if family == "qwen3" else 8
+    channels = [[*range(16), *range(32, 64)], list(range(16, 48))]
+    heads = [[2, 3], [1, 3]]  # the first two share a KV head, the others have one each
+    for index, layer in enumerate(model.model.layers):
         for name in ("gate_proj", "up_proj"):
-            _cut(layer.mlp, name, rows=channels)
-        _cut(layer.mlp, "down_proj", columns=channels)
-        if first:
-            _cut(layer.self_attn, "q_proj", rows=list(range(first, 4 * head)))
-            _cut(layer.self_attn, "o_proj", columns=list(range(first, 4 * head)))
-            for name in ("k_proj", "v_proj"):
-                _cut(layer.self_attn, name, rows=list(range(head, 2 * head)))
-    tables = [{"channels": 48}, {"channels": 32, "heads": 2, "kv_heads": 1}]
+            _cut(layer.mlp, name, rows=channels[index])
+        _cut(layer.mlp, "down_proj", columns=channels[index])
+        kept = [head * size + i for head in heads[index] for i in range(size)]
+        _cut(layer.self_attn, "q_proj", rows=kept)
+        _cut(layer.self_attn, "o_proj", columns=kept)
+    for name in ("k_proj", "v_proj"):
+        _cut(model.model.layers[0].self_attn, name, rows=list(range(size, 2 * size)))
+    tables = [{"channels": 48, "heads": 2, "kv_heads": 1}, {"channels": 32, "heads": 2}]
     narrow = load(static(tmp_path / "narrow", model, tables))
     assert narrow.model.layers[1].mlp.up_proj.weight.shape == (32, 32) and not narrow.masks()
     torch.testing.assert_close(narrow(ids).logits, expected, rtol=1e-4, atol=1e-4)  # fp32, fewer summands

@@ -16,7 +16,7 @@ from widecli.model.gguf import converted
 from widecli.model.identity import BackboneIdentity, config_hash, weights_hash
 from widecli.model.plan import ModelShape
 from widecli.model.shapes import known_shape
-from widecli.model.standalone import base_config, read_config
+from widecli.model.standalone import base_config, config_of
 
 if TYPE_CHECKING:
     from widecli.recipe.schema import ModelSection
@@ -60,7 +60,7 @@ def stored_dtype(section: ModelSection) -> str:
     """The dtype that a model's weights are stored in, by its config; float32 when that does not say."""
     options: dict[str, Any] = {"revision": section.revision} if section.revision else {}
     try:
-        dtype = read_config(_locate(section.name), **options).dtype
+        dtype = config_of(_locate(section.name), **options).dtype
     except UsageError:
         raise
     except Exception as error:
@@ -96,7 +96,7 @@ def empty_backbone(section: ModelSection, dtype: torch.dtype) -> tuple[Any, Any,
     options: dict[str, Any] = {} if section.attention == "auto" else {"attn_implementation": section.attention}
     try:
         folder = Path(source) if Path(source).is_dir() else _downloaded(source, section.revision)
-        config = read_config(folder)
+        config = config_of(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder, config=config)
         model = empty_model(config, dtype, **options)
     except Exception as error:  # as in _load
@@ -182,7 +182,7 @@ def load_shape(section: ModelSection) -> ModelShape:
     source = _locate(section.name)
     options: dict[str, Any] = {"revision": section.revision} if section.revision else {}
     try:
-        config = read_config(source, **options)
+        config = config_of(source, **options)
     except Exception as error:
         raise _explain(section.name, error, local=local) from error
     family_of_config(config)  # other architectures lack some of the sizes

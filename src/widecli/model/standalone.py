@@ -93,7 +93,7 @@ def base_config(place: str | Path, **options: Any) -> Any | None:
     return WideConfig(**settings).text_config
 
 
-def read_config(place: str | Path, **options: Any) -> Any:
+def config_of(place: str | Path, **options: Any) -> Any:
     """As `AutoConfig.from_pretrained`, and of an exported model the config of its dense model."""
     from transformers import AutoConfig
 
