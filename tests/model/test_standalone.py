@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tiny_models import FAMILIES, byte_tokenizer, random_ids, tiny_config, tiny_model, tiny_plan, tiny_routed
 from widecli.model import checkpoint
-from widecli.model.backbone import Backbone, load_backbone, load_shape, load_tokenizer, stored_dtype
+from widecli.model.backbone import Backbone, empty_backbone, load_backbone, load_shape, load_tokenizer, stored_dtype
 from widecli.model.export import export_copy, export_merged
 from widecli.model.families import LLAMA_NAMES
 from widecli.model.identity import BackboneIdentity, config_hash, weights_hash
@@ -194,6 +194,26 @@ def test_layers_may_lie_on_a_disk_and_settings_be_changed_as_for_any_model(tmp_p
     torch.testing.assert_close(changed(ids).logits, logits, rtol=1e-4, atol=1e-4)  # attention by another order of sums
 
 
+@torch.no_grad()
+def test_from_the_hub_the_routing_files_come_with_the_weights(tmp_path: Path) -> None:
+    folder, _ = export(tmp_path, compensation=BOTH)
+    ids = random_ids(1, 12)
+    logits = load(folder)(ids).logits
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    stored = tmp_path / "hub/models--some--routed"  # the Hub's cache as a download leaves it
+    (stored / "refs").mkdir(parents=True)
+    (stored / "refs/main").write_text(commit)
+    shutil.copytree(folder, stored / "snapshots" / commit)
+    for options in ({}, {"revision": "main"}, {"revision": commit}):
+        model = AutoModelForCausalLM.from_pretrained(
+            "some/routed", cache_dir=tmp_path / "hub", trust_remote_code=True, **options
+        )
+        assert torch.equal(model(ids).logits, logits)
+    (stored / "snapshots" / commit / "compensation.safetensors").unlink()
+    with pytest.raises(OSError, match=r"some/routed|cached files"):
+        AutoModelForCausalLM.from_pretrained("some/routed", cache_dir=tmp_path / "hub", trust_remote_code=True)
+
+
 def test_it_is_never_loaded_dense(tmp_path: Path) -> None:
     folder, _ = export(tmp_path)
     for load_by in (AutoConfig.from_pretrained, AutoModelForCausalLM.from_pretrained):
@@ -243,6 +263,9 @@ def test_widecli_reads_the_dense_model_of_an_export_without_its_code(tmp_path: P
     assert type(found.model).__module__.startswith("transformers.models.qwen2")
     assert found.identity.mismatch(backbone.identity) is None
     assert found.shape == backbone.shape == load_shape(section) and stored_dtype(section) == "float32"
+    tokenizer, empty, place = empty_backbone(section, torch.float32)  # as sharded runs load it
+    assert type(empty) is type(found.model) and place == folder
+    assert tokenizer("ab").input_ids == found.tokenizer("ab").input_ids
     assert (
         load_tokenizer(section)("ab").input_ids == found.tokenizer("ab").input_ids == backbone.tokenizer("ab").input_ids
     )

@@ -114,7 +114,7 @@ def test_cards_say_what_is_regrouped_what_stands_in_and_what_transformers_alone_
 def test_the_dense_model_of_an_export_is_taken_with_a_word(wide: Wide, adapted: Outcome, held_out: Path) -> None:
     assert wide("export", "adapted", "--merge", "--out", "merged").code == 0
     for command in (
-        ("eval", f"eval.perplexity=[{held_out}]"),
+        ("eval", f"eval.perplexity=[{held_out}]", "eval.perplexity_window=64"),
         ("generate", "--prompt", "the old", "--max-new-tokens", 2),
     ):
         said = wide(*command, "--model", "merged")

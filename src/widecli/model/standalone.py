@@ -72,8 +72,11 @@ def module_paths(family: Family) -> dict[str, Any]:
 
 def dense_alone(name: str) -> str | None:
     """What to say where the dense model alone is taken of a folder whose model routes; None for any other model."""
-    path = Path(name).expanduser() / "config.json"
-    if not path.is_file() or json.loads(path.read_text(encoding="utf-8")).get("model_type") != "wide":
+    try:
+        settings = json.loads((Path(name).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # no folder of a model: whoever loads it says so
+    if not isinstance(settings, dict) or settings.get("model_type") != "wide":
         return None
     return f"{name} holds a model that routes; as --model it is its dense model alone, without --model it routes"
 
