@@ -20,13 +20,12 @@ from tiny_models import FAMILIES, byte_tokenizer, random_ids, tiny_config, tiny_
 from widecli.model import checkpoint
 from widecli.model.backbone import Backbone, empty_backbone, load_backbone, load_shape, load_tokenizer, stored_dtype
 from widecli.model.export import export_copy, export_merged
-from widecli.model.families import LLAMA_NAMES
 from widecli.model.identity import BackboneIdentity, config_hash, weights_hash
 from widecli.model.plan import CompensationPlan, LayerOverride
 from widecli.model.remote import modeling_wide
-from widecli.model.remote.modeling_wide import settings_for, write_beside_weights
+from widecli.model.remote.modeling_wide import settings_for
 from widecli.model.routed import RoutedModel
-from widecli.model.standalone import module_paths
+from widecli.model.standalone import static_facts, write_standalone
 from widecli.recipe.schema import ModelSection
 
 BOTH = CompensationPlan(mean=True, rank=4)
@@ -281,15 +280,9 @@ def test_an_unmerged_export_says_what_it_needs(tmp_path: Path) -> None:
             AutoModelForCausalLM.from_pretrained(tmp_path / "small", trust_remote_code=trusted)
 
 
-def constant_facts(layers: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    """Routing without a router."""
-    facts = {"tap": "residual", "rank": None, "router": None, "compensation": None}
-    return {**facts, "layers": layers, "modules": module_paths(LLAMA_NAMES), **more}
-
-
-def static(folder: Path, model: Any, layers: list[dict[str, Any]], **more: Any) -> Path:
+def static(folder: Path, model: Any, layers: list[dict[str, Any]]) -> Path:
     model.save_pretrained(folder)
-    write_beside_weights(folder, model.config, constant_facts(layers, **more))
+    write_standalone(folder, model.config, static_facts(model.config, layers))
     return folder
 
 

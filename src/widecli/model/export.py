@@ -17,7 +17,7 @@ from widecli.model import checkpoint
 from widecli.model.backbone import Backbone
 from widecli.model.identity import BackboneIdentity, config_hash, weights_hash
 from widecli.model.routed import RoutedModel
-from widecli.model.standalone import write_refusal, write_standalone
+from widecli.model.standalone import routing_facts, write_refusal, write_standalone
 from widecli.storage import atomic_directory
 
 RECIPE = "recipe.yaml"
@@ -85,7 +85,7 @@ def export_merged(
     merged = BackboneIdentity(out.name, None, config_hash(model.config), weights_hash(model))
     with atomic_directory(out) as scratch:
         model.save_pretrained(scratch)
-        write_standalone(scratch, model.config, config.plan)
+        write_standalone(scratch, model.config, routing_facts(model.config, config.plan))
         backbone.tokenizer.save_pretrained(scratch)
         for name in (*checkpoint.routing_files(config), RECIPE):
             shutil.copyfile(directory / name, scratch / name)

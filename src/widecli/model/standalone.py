@@ -8,6 +8,7 @@ the dense model as ever and attaches the routing.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ from widecli.model.families import Family, family_of_config
 from widecli.model.plan import PARTS, LayerPlan, ModelShape, RoutingPlan
 
 
-def write_standalone(folder: Path, config: Any, plan: RoutingPlan) -> None:
+def write_standalone(folder: Path, config: Any, facts: Mapping[str, Any]) -> None:
     """Make `folder`, with a model's weights and its routing files, load by transformers alone and route.
 
-    `config` is the model's Hugging Face config. Writes config.json and the modelling file.
+    `config` is the Hugging Face config of the model, `facts` what `routing_facts` or `static_facts` says. Writes
+    config.json and the modelling file.
     """
     from widecli.model.remote.modeling_wide import write_beside_weights
 
-    write_beside_weights(folder, config, routing_facts(config, plan))
+    write_beside_weights(folder, config, facts)
 
 
 def write_refusal(folder: Path, base: str) -> None:
@@ -46,8 +48,19 @@ def routing_facts(config: Any, plan: RoutingPlan) -> dict[str, Any]:
         "router": ROUTERS,
         "compensation": {"file": COMPENSATION, "mean": left.mean, "rank": left.rank} if left else None,
         "layers": [_layer_facts(layer) for layer in plan.layers(ModelShape.from_config(config))],
-        "modules": module_paths(family_of_config(config)),
+        "modules": _module_paths(family_of_config(config)),
     }
+
+
+def static_facts(config: Any, layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The `routing` table of a model without routers, whose layers are cut or masked for all tokens alike.
+
+    One table a layer: `heads`, `kv_heads`, `channels` where its weights are narrower than the config says, `attention`
+    and `ffn` a text of 1 (runs) and 0 (is skipped), one a group; empty for a dense layer.
+    """
+    modules = _module_paths(family_of_config(config))
+    nothing = {"tap": "residual", "rank": None, "router": None, "compensation": None}
+    return {**nothing, "layers": [dict(layer) for layer in layers], "modules": modules}
 
 
 def _layer_facts(layer: LayerPlan) -> dict[str, Any]:
@@ -55,7 +68,7 @@ def _layer_facts(layer: LayerPlan) -> dict[str, Any]:
     return {**facts, "shared": True} if layer.shared else facts
 
 
-def module_paths(family: Family) -> dict[str, Any]:
+def _module_paths(family: Family) -> dict[str, Any]:
     """The `routing.modules` table of config.json: where a family keeps what routing touches."""
     return {
         "layers": family.layers,
