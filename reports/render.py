@@ -31,6 +31,7 @@ from widecli.report.tables import markdown
 HERE = Path(__file__).parent
 PLAIN, ARTICLES, PATTERNS = "smollm2-h200", "smollm2-h200-articles", "smollm2-h200-patterns"
 SWEEP, SCALING, OUTVOTED = "smollm2-h200-sweep", "scaling", "smollm2-h200-outvoted"
+README, DOCS = HERE.parent / "README.md", HERE.parent / "docs"
 REGROUPED = "smollm2-h200-regrouped"
 KERNELS = ("h200", "h200_decode")  # of the README's table, later ones last
 GROSS = "prunable FLOPs skipped, gross, %"
@@ -213,8 +214,8 @@ def short(records: str, names: tuple[str, ...], text: str) -> list[list[str]]:
     return rows
 
 
-def readme_table() -> str:
-    """The table of the project's README."""
+def paper_table() -> str:
+    """The paper's form and its rivals, few columns."""
     head = ["model", "run", "attention skipped, %", "FFN skipped, %", "prunable FLOPs skipped, %", "WikiText-2"]
     rows = short(PLAIN, ("dense", "s25", "s50", "dense-400", "s50-1000", "s50-token", "s50-layer"), "")
     rows += short(ARTICLES, ("wt-s25", "wt-s50", "wt-s50-1000"), ", WikiText-2 articles in the text")
@@ -251,7 +252,7 @@ def draw_first(report: Report, name: str, picture: str) -> None:
 
 
 def main() -> None:
-    """Write README.md here, the page, the tables of the project's README, and the pages of kernels and profiles."""
+    """Write README.md here, all pages below, and the tables of the project's README and documentation."""
     evals, runs = load(PLAIN, "eval"), load(PLAIN, "calibrate")
     for name, run in runs.items():
         run["settings"] = settings(name)
@@ -284,17 +285,19 @@ def main() -> None:
         speed(),
     ]
     (HERE / "README.md").write_text("\n".join(parts))
-    insert(HERE.parent / "README.md", "results", readme_table())
-    regrouped = render_regrouped.short(load(REGROUPED, "eval"), evals["s50"])
-    insert(HERE.parent / "README.md", "regrouped", regrouped)
-    insert(HERE.parent / "README.md", "sweep", render_sweep.sweep(HERE / SWEEP))
-    insert(HERE.parent / "README.md", "scaling", render_sweep.scaling(HERE / SCALING))
+    regrouped = render_regrouped.short(HERE / REGROUPED, evals["s50"])
+    insert(README, "regrouped", regrouped)
+    insert(DOCS / "evaluation.md", "regrouped", regrouped)
+    insert(DOCS / "evaluation.md", "results", paper_table())
+    insert(DOCS / "sweeps.md", "sweep", render_sweep.sweep(HERE / SWEEP))
+    insert(DOCS / "training.md", "scaling", render_sweep.scaling(HERE / SCALING))
     write_pages()
     render_kernels.render(HERE / "kernels")
     records = [json.loads((HERE / "kernels" / f"{name}.json").read_text()) for name in KERNELS]
-    insert(HERE.parent / "README.md", "kernels", render_kernels.short(*records))
+    insert(DOCS / "operators.md", "kernels", render_kernels.short(*records))
     if profiles := render_profile.render(HERE / "profile"):
-        insert(HERE.parent / "README.md", "profile", render_profile.short(profiles))
+        insert(DOCS / "profiling.md", "profile", render_profile.short(profiles))
+        insert(README, "speed", render_profile.headline(profiles))
 
 
 if __name__ == "__main__":

@@ -119,13 +119,21 @@ def cut_off(folder: Path) -> str:
     return table(["run", "steps", "attention skipped, %", "FFN skipped, %", "loss, steps 151 to 200"], rows)
 
 
-def short(evals: dict[str, dict[str, Any]], paper: dict[str, Any]) -> str:
-    """For the project's README: the paper's form beside the best and the last of the finished runs."""
+SHOWN = (  # form, S, run: what the project's README shows of them
+    ("regrouped, compensated, G = 128", "first", "distill-fast-compensation-lr4e-3"),
+    ("the same, another seed", "second", "seed1"),
+    ("the same, then LoRA", "second", "lora2"),
+    ("regrouped, compensated, G = 128, a quarter", "second", "s25"),
+)
+
+
+def short(folder: Path, paper: dict[str, Any]) -> str:
+    """For the project's README: dense, the paper's form, and runs of ours."""
     rows = [_short_row("the paper's form, G = 64", "s50", paper)]
-    found = sorted(evals.items(), key=lambda item: float(item[1]["perplexity"]["wikitext2@60/token_ppl"]))
-    for name, each in (found[0], found[-1]):
-        rows.append(_short_row("regrouped, compensated, G = 128", name, each))
-    head = ["form", "run", "prunable FLOPs skipped, gross, %", "net, %", "first 60 windows", "dense"]
+    for form, which, name in SHOWN:
+        place = folder if which == "first" else folder / which
+        rows.append(_short_row(form, name, json.loads((place / f"eval-{name}" / "summary.json").read_text())))
+    head = ["form", "run", "prunable FLOPs skipped, gross, %", "net, %", "perplexity", "dense"]
     return table(head, rows)
 
 

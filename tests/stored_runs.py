@@ -140,12 +140,12 @@ def write_calibration(
     )
 
 
-def protocol(limit: int | None, tasks: bool) -> dict[str, Any]:
+def protocol(limit: int | None, tasks: bool, text: str = "wikitext2") -> dict[str, Any]:
     return {
         "tasks": list(PAPER_TASKS) if tasks else [],
         "limit": limit,
         "max_length": 2048,
-        "perplexity": ["wikitext2"],
+        "perplexity": [text],
         "perplexity_windows": None,
         "perplexity_window": 2048,
         "data": "hub",
@@ -155,10 +155,10 @@ def protocol(limit: int | None, tasks: bool) -> dict[str, Any]:
     }
 
 
-def measured(perplexity: float, accuracy: float | None) -> dict[str, Any]:
+def measured(perplexity: float, accuracy: float | None, text: str = "wikitext2") -> dict[str, Any]:
     tasks = {} if accuracy is None else {task: {"acc,none": accuracy, "n": 400.0} for task in PAPER_TASKS}
     return {
-        "perplexity": {"wikitext2/token_ppl": perplexity},
+        "perplexity": {f"{text.partition(':')[0]}/token_ppl": perplexity},
         "tasks": tasks,
         "average": accuracy,
         "average_of": list(tasks),
@@ -184,15 +184,20 @@ def write_evaluation(
     changes: tuple[str, ...] = (),
     patterns: int | None = None,
     old: bool = False,
+    text: str = "wikitext2",
+    skips: float | None = None,
 ) -> Path:
-    """An evaluation of the checkpoint of `<command>-<of>`, or of the dense model when `of` is None."""
+    """An evaluation of the checkpoint of `<command>-<of>`, or of the dense model when `of` is None.
+
+    `text` is what the protocol says, `held-out:<hash>` for a file; `skips` what was skipped, if not the sparsity.
+    """
     made = settings(sparsity, group_size, mode, seed, changes, patterns, old)
     routed = of is not None
     beside = None
     if routed and dense is not None:
-        beside = measured(dense[0], dense[1] if accuracy is not None else None)
+        beside = measured(dense[0], dense[1] if accuracy is not None else None, text)
     retention = accuracy / dense[1] if dense and accuracy is not None and routed else (None if routed else 1.0)
-    rates = skipped(sparsity, old)
+    rates = skipped(sparsity if skips is None else skips, old)
     return write_run(
         folder,
         "eval",
@@ -207,11 +212,11 @@ def write_evaluation(
             "tokens_per_second": None,
             "checkpoint": f"runs/{command}-{of}/checkpoints/step-000300" if routed else None,
             "recipe_hash": made["hash"] if routed else None,
-            **measured(perplexity, accuracy),
+            **measured(perplexity, accuracy, text),
             "retention": retention,
             "dense": beside,
-            "skip_by_text": {"wikitext2": skipped(sparsity + 0.02, old), "tasks": rates} if routed else None,
-            "protocol": protocol(limit, accuracy is not None),
+            "skip_by_text": {text: skipped(sparsity + 0.02, old), "tasks": rates} if routed else None,
+            "protocol": protocol(limit, accuracy is not None, text),
         },
     )
 

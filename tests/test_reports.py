@@ -157,7 +157,7 @@ def test_a_later_record_takes_the_place_of_a_target_in_the_readme(renderer: Modu
 def test_the_readme_shows_what_the_records_hold(renderer: ModuleType, repository: Path) -> None:
     folder = repository / "reports/kernels"
     records = [json.loads((folder / f"{name}.json").read_text()) for name in ("h200", "h200_decode")]
-    assert renderer.short(*records) in (repository / "README.md").read_text()
+    assert renderer.short(*records) in (repository / "docs/operators.md").read_text()
     pages = json.loads((folder / "limits.json").read_text()), json.loads((folder / "notes.json").read_text())
     made = renderer.decode_page("h200_decode", records[1], pages[0], pages[1]["h200_decode"])
     assert made == (folder / "h200_decode.md").read_text()

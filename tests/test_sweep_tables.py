@@ -1,4 +1,4 @@
-"""The README's tables of a sweep hold what the records hold, each run in the column of its kind."""
+"""The documentation's tables of a sweep hold what the records hold, each run in the column of its kind."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_page_of_the_stored_sweep_is_what_wide_report_makes_of_it(
     assert "| FLOPs gross, % |" in page and "net, less" not in page
 
 
-def test_the_records_of_the_repository_are_in_its_readme(renderer: ModuleType, repository: Path) -> None:
-    readme = (repository / "README.md").read_text()
-    assert f"<!-- sweep -->\n{renderer.sweep(repository / 'reports/smollm2-h200-sweep')}<!-- /sweep -->" in readme
-    assert f"<!-- scaling -->\n{renderer.scaling(repository / 'reports/scaling')}<!-- /scaling -->" in readme
+def test_the_records_of_the_repository_are_in_its_documentation(renderer: ModuleType, repository: Path) -> None:
+    sweeps, training = ((repository / f"docs/{name}.md").read_text() for name in ("sweeps", "training"))
+    assert f"<!-- sweep -->\n{renderer.sweep(repository / 'reports/smollm2-h200-sweep')}<!-- /sweep -->" in sweeps
+    assert f"<!-- scaling -->\n{renderer.scaling(repository / 'reports/scaling')}<!-- /scaling -->" in training

@@ -2,6 +2,8 @@
 
 The first counts the executing rows of each block of rows; the second adds up the counts of the blocks before it and
 puts each row of its block in its place: executing rows in front, skipping rows behind, both ascending.
+
+    mask --> count of each block (launch 1) --> counts before it --> place of each row (launch 2) --> index, counts
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 

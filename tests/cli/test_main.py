@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shlex
 import subprocess
 import sys
 import types
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from widecli import __version__
@@ -18,6 +20,7 @@ from widecli.__main__ import app
 from widecli.cli import commands
 from widecli.cli.console import emit_json, note, progress, stdout_for_document
 from widecli.errors import Preempted, UsageError, WideError
+from widecli.recipe.keys import known_key, recipe_keys
 
 runner = CliRunner()
 
@@ -203,3 +206,35 @@ def test_doctor_prints_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "ai2_arc" not in checks["data root"]["detail"]
     assert document["ok"] is True
     assert result.exit_code == 0
+
+
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_examples_in_a_help_use_options_that_are_there(name: str) -> None:
+    command = typer.main.get_command(app).get_command(None, name)  # type: ignore[attr-defined]
+    known = {option for parameter in command.params for option in parameter.opts}
+    for example in commands.EXAMPLES[name]:
+        wide, called, *arguments = shlex.split(example)
+        assert (wide, called) == ("wide", name)
+        assert {word for word in arguments if word.startswith("--")} <= known, example
+        changes = [word.partition("=")[0] for word in arguments if "=" in word]
+        assert all(known_key(key) for key in changes), example
+
+
+def test_every_recipe_key_is_listed_with_its_default() -> None:
+    shown = runner.invoke(app, ["calibrate", "--keys"]).output
+    assert all(f"{key}=" in shown for key in recipe_keys())
+    assert "train.steps=300\n" in shown and "model.revision=null\n" in shown
+    help_text = runner.invoke(app, ["calibrate", "--help"]).output.replace("│", " ")  # where its lines break
+    assert "train.steps, default 300" in " ".join(help_text.split())
+
+
+def test_tables_keep_their_columns_where_no_terminal_is(capfd: pytest.CaptureFixture[str]) -> None:
+    program = (
+        "from rich.table import Table; from widecli.cli.console import console\n"
+        "table = Table(*(f'column {i}' for i in range(40))); console.print(table)\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, stderr=2)
+    shown = capfd.readouterr().err
+    assert all(f"column {i} " in shown for i in range(40)) and "…" not in shown

@@ -40,6 +40,26 @@ def test_a_file_with_an_equals_sign_is_a_recipe(tmp_path: Path) -> None:
     assert recipe_from([str(path)]).recipe.train.steps == 3
 
 
+def test_what_exists_is_a_path_unless_it_is_spelt_as_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/lr=0.001", "exp=1", "~odd", "train.steps=5"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("runs/lr=0.001", "./runs/lr=0.001", "runs/lr=0.001/", "exp=1", "~odd", "./train.steps=5"):
+        assert split_arguments([name]) == (name, []), name
+    for change in ("train.steps=5", "~train.steps", "~train", "lr=0.1", "data.source=runs/lr=0.001"):
+        assert split_arguments([change]) == (None, [change]), change
+    with pytest.raises(UsageError, match=r"there is no runs/lr=0\.1"):
+        split_arguments(["runs/lr=0.1"])
+
+
+def test_a_bad_value_is_refused_though_a_flag_replaces_it(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("train: {steps: many}\n")
+    for arguments in (["train.steps=many"], ["train.steps=-1"], ["train.steps=true"], [str(tmp_path / "r.yaml")]):
+        with pytest.raises(UsageError, match=r"train\.steps="):
+            recipe_from(arguments, steps=4)
+    assert recipe_from(["train.steps=9", "budget.kind=parts", "budget.ffn=0.5"], steps=4).recipe.train.steps == 4
+
+
 def test_flags_win_over_overrides_and_the_base_yields_to_a_named_recipe() -> None:
     resolved = recipe_from(["train.steps=3"], base="demo", steps=4, sparsity=None)
     assert resolved.recipe.train.steps == 4

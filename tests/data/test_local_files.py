@@ -55,6 +55,58 @@ def test_names_globs_and_folders_may_overlap_and_each_file_counts_once(tmp_path:
     assert [file.name for file in find_files(names)] == ["two.jsonl", "one.jsonl"]
 
 
+def test_links_are_followed_under_their_own_names(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    (blobs / "0a1b").write_text('{"text": "linked file"}\n')  # as the Hub's cache keeps files
+    (snapshot / "train.jsonl").symlink_to("../../blobs/0a1b")
+    write_jsonl(tmp_path / "store" / "deep" / "more.jsonl", ["linked folder"])
+    (snapshot / "part2").symlink_to(tmp_path / "store")
+    (tmp_path / "store" / "back").symlink_to(snapshot)  # a circle
+    (tmp_path / "whole").symlink_to(snapshot)
+    assert read(snapshot / "train.jsonl") == ["linked file"]
+    for name in (snapshot, tmp_path / "whole", tmp_path / "snapshots" / "*", tmp_path / "snapshots" / "**"):
+        assert sorted(read(name)) == ["linked file", "linked folder"], name
+    assert LocalFiles([str(tmp_path / "whole")], text_field="text").identity()["num_files"] == 2
+
+
+def test_a_file_behind_several_links_counts_once(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "store" / "a.jsonl", ["one"])
+    (tmp_path / "b.jsonl").symlink_to("store/a.jsonl")
+    (tmp_path / "again").symlink_to("store")
+    assert read(tmp_path) == ["one"]
+    assert read(tmp_path / "store", tmp_path / "b.jsonl", tmp_path / "again" / "*.jsonl") == ["one"]
+
+
+def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "data" / "a.jsonl", ["one"])
+    (tmp_path / "data" / "part2").symlink_to(tmp_path / "gone")
+    for name in ("data", "data/part2"):
+        with pytest.raises(UsageError, match=r"part2 is a link to .*gone, which is not there"):
+            find_files([str(tmp_path / name)])
+
+
+def test_what_exists_under_a_globs_name_is_that(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "x[1]" / "a*b.jsonl", ["literal"])
+    write_jsonl(tmp_path / "x1" / "azb.jsonl", ["pattern"])
+    write_jsonl(tmp_path / "x[1]" / "azb.jsonl", ["inside"])
+    assert read(tmp_path / "x[1]" / "a*b.jsonl") == ["literal"]
+    assert sorted(read(tmp_path / "x[1]" / "a*.jsonl")) == ["inside", "literal"]
+    assert sorted(read(tmp_path / "x[1]")) == ["inside", "literal"]
+    assert read(tmp_path / "x[0-9]") == ["pattern"]
+
+
+def test_a_txt_without_line_ends_is_read_in_documents_of_bounded_size(tmp_path: Path) -> None:
+    words = "some words that go on and on " * 20_000
+    (tmp_path / "line.txt").write_text(words)
+    (tmp_path / "solid.txt").write_text("x" * 500_000)
+    documents = read(tmp_path / "line.txt")
+    assert 4 <= len(documents) <= 8 and max(map(len, documents)) <= 140_000
+    assert sorted(" ".join(documents).split()) == sorted(words.split())  # no word is cut in two
+    assert sum(map(len, read(tmp_path / "solid.txt"))) == 500_000
+
+
 def test_what_counts_as_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner/name").mkdir(parents=True)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from widecli.data.packing import DocumentEncoder, samples, tokenizer_fingerprint, windows
+from widecli.data.packing import DocumentEncoder, samples, token_ids, tokenizer_fingerprint, windows
 
 lengths = st.lists(st.integers(1, 30), max_size=30)
 
@@ -118,3 +118,31 @@ def test_hardly_more_documents_are_read_than_the_tokens_take(tokenizer: Any) -> 
     read = 0
     list(samples(encoder.encode(endless(), tokens_needed=5000, longest_useful=10), 10, 500))
     assert 500 <= read <= 500 + 42
+
+
+def test_a_long_text_in_parts_gives_the_tokens_of_the_whole(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "a few words, then more of them " * 50
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert token_ids(tokenizer, [text]) == whole
+    monkeypatch.setattr("widecli.data.packing._ONE_CALL_CHARS", 100)
+    pieces = [text[start : start + 7] for start in range(0, len(text), 7)]
+    for given_out in ([text], pieces):
+        assert token_ids(tokenizer, given_out) == whole
+    for documents in ([text, "b", text], [text * 3]):
+        (*_, last) = DocumentEncoder.of(tokenizer).encode(documents, tokens_needed=10**6)
+        assert last.tolist()[:-1] == tokenizer(documents[-1], add_special_tokens=False)["input_ids"]
+
+
+def test_a_long_text_is_read_no_further_than_needed(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("widecli.data.packing._ONE_CALL_CHARS", 100)
+
+    def endless() -> Iterator[str]:
+        while True:
+            yield "some words "
+
+    assert 500 <= len(token_ids(tokenizer, endless(), 500)) < 700
+    monkeypatch.undo()
+    assert 500 <= len(token_ids(tokenizer, endless(), 500)) < 40_000
+    monkeypatch.setattr("widecli.data.packing._ONE_CALL_CHARS", 100)
+    (document,) = DocumentEncoder.of(tokenizer).encode(["words " * 10_000], tokens_needed=500)
+    assert 500 <= document.size < 700

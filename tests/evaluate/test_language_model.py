@@ -41,6 +41,34 @@ def assert_same(found: list[tuple[float, bool]], expected: list[tuple[float, boo
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
 
 
+def joining_tokenizer(*, add_bos: bool) -> Any:
+    """A BPE that knows no words: `: no` is one token, and so is ` no` alone."""
+    from tokenizers import Tokenizer, models, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False)
+    tokenizer.train_from_iterator([": no", ": no way", "is it so, yes"] * 9, trainer)
+    if add_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_every_choice_is_scored_whole_after_the_same_context(tiny_model: Any, add_bos: bool) -> None:
+    tokenizer = joining_tokenizer(add_bos=add_bos)
+    assert len(tokenizer(": no", add_special_tokens=False)["input_ids"]) == 1
+    lm = ScoringModel(tiny_model, tokenizer, batch_size=2, max_length=128, name="tiny")
+    choices = [" no", " yes", " no way"]
+    encoded = lm.encode_pairs([("is it so:", choice) for choice in choices] + [("is it so: ", "no")])
+    contexts, continuations = zip(*encoded, strict=True)
+    assert all(context == contexts[0] == lm.tok_encode("is it so:") for context in contexts)
+    written = ["".join(tokenizer.convert_ids_to_tokens(tokens)) for tokens in continuations]
+    assert written == [*choices, " no"]
+    requests = [SimpleNamespace(args=("is it so:", choice), task_name=None) for choice in choices]
+    assert all(value < 0 for value, _ in lm.loglikelihood(requests, disable_tqdm=True))
+
+
 @pytest.mark.parametrize("name", ["tokenizer", "bos_tokenizer"])
 @pytest.mark.parametrize("max_length", [128, 24])
 def test_scores_are_those_of_lm_eval(

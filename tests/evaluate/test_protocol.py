@@ -27,6 +27,15 @@ def test_an_edited_text_file_is_another_protocol(tmp_path: Path) -> None:
     assert str(tmp_path) not in json.dumps(before.as_dict())
 
 
+def test_rows_with_another_text_in_the_same_file_are_another_protocol(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"body": "x", "summary": "y"}\n')
+    section = EvalSection(perplexity=(str(path),))
+    protocols = [EvalProtocol.from_section(section, field) for field in ("text", "body", "summary")]
+    assert len({protocol.perplexity for protocol in protocols}) == 3
+    assert EvalProtocol.from_section(section) == protocols[0]
+
+
 def test_a_moved_data_root_is_the_same_protocol_and_a_changed_one_not(hub_folder: Path) -> None:
     before = EvalProtocol.from_section(EvalSection(data_root=str(hub_folder)))
     moved = hub_folder.rename(hub_folder.parent / "elsewhere")

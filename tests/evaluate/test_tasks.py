@@ -126,9 +126,22 @@ def test_a_set_that_cannot_be_loaded_is_one_sentence(hub_folder: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_an_unreachable_hub_is_one_sentence(hub_folder: Path) -> None:
-    with pytest.raises(WideError, match="baber/piqa of task piqa could not be loaded"):
-        load_tasks(["piqa"], data_root=str(hub_folder))
+def test_a_hub_out_of_reach_is_said_at_once_and_only_where_it_is_needed(
+    hub_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def unreachable(address: tuple[str, int], timeout: float) -> None:
+        tried.append(address[0])
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("socket.create_connection", unreachable)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    with pytest.raises(WideError, match=r"the Hub cannot be reached: .*piqa.*--data-root") as error:
+        load_tasks(["openbookqa", "piqa"], data_root=str(hub_folder))
+    assert "openbookqa" not in str(error.value) and len(tried) == 1
+    load_tasks(["openbookqa"], data_root=str(hub_folder))
+    assert len(tried) == 1
 
 
 def test_compiling_templates_once_changes_no_prompt(hub_folder: Path) -> None:

@@ -120,3 +120,14 @@ def test_every_table_entry_names_a_kernel_and_a_power_of_two() -> None:
         for key in entries:
             assert key.kernel in table.TUNED
             assert key.rows & (key.rows - 1) == 0
+
+
+def test_a_user_without_a_home_has_a_place_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nowhere)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert tmp_path in disk.tuning_file("GPU").parents
+    assert disk.read_tuned("a GPU that nobody has") == {}

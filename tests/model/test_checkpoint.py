@@ -265,3 +265,93 @@ def test_the_model_card_says_what_the_checkpoint_is() -> None:
     )
     assert "some/model" in text and "attention 61.0%" in text and "ffn" not in text.split("skip rate")[1].split("\n")[0]
     assert "50.0% of the prunable, 25.0% of all at 1024 tokens" in text
+
+
+def flip(path: Path, at: int = -3) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0x01
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    save(tmp_path / "c", routers())
+    flip(tmp_path / "c" / checkpoint.ROUTERS)
+    fresh = routers(seed=1)
+    before = {k: v.clone() for k, v in fresh.state_dict().items()}
+    with pytest.raises(UsageError, match=r"router\.safetensors is not the file that was saved: its checksum differs"):
+        checkpoint.load_routers(tmp_path / "c", fresh)
+    assert all(torch.equal(fresh.state_dict()[k], v) for k, v in before.items())
+
+
+def test_every_file_that_programs_read_has_a_checksum(tmp_path: Path) -> None:
+    def write(path: Path) -> None:
+        path.mkdir()
+        (path / "deep.json").write_text("{}")
+
+    checkpoint.save(tmp_path / "c", routers(), config(), "", {"more": write})
+    assert set(checkpoint.read_config(tmp_path / "c").files) == {"router.safetensors", "more/deep.json"}
+
+
+def test_people_may_edit_the_recipe_and_the_card(tmp_path: Path) -> None:
+    save(tmp_path / "c", routers())
+    for name in ("recipe.yaml", "README.md"):
+        (tmp_path / "c" / name).write_text("model: {name: moved}\n")
+    checkpoint.load_routers(tmp_path / "c", routers())
+    assert checkpoint.section_of(tmp_path / "c").name == "moved"
+
+
+def test_a_checkpoint_from_before_checksums_loads(tmp_path: Path) -> None:
+    made = routers()
+    save(tmp_path / "c", made)
+    path = tmp_path / "c" / checkpoint.CONFIG
+    data = json.loads(path.read_text())
+    del data["files"]
+    for key in ("settings",):
+        data["backbone"].pop(key)
+    path.write_text(json.dumps(data))
+    fresh = routers(seed=1)
+    checkpoint.load_routers(tmp_path / "c", fresh)
+    assert all(torch.equal(fresh.state_dict()[k], v) for k, v in made.state_dict().items())
+    assert checkpoint.read_config(tmp_path / "c") == config()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_router_that_is_not_finite_is_refused_with_its_name(tmp_path: Path, value: float) -> None:
+    made = routers()
+    made.state_dict()["1.ffn.up.weight"].view(-1)[5] = value
+    save(tmp_path / "c", made)
+    with pytest.raises(UsageError, match=r"router\.safetensors is not finite: 1\.ffn\.up\.weight holds NaN or inf"):
+        checkpoint.load_routers(tmp_path / "c", routers(seed=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rank": -3}, "rank is -3, not a whole number above 0"),
+        ({"rank": 0}, "rank is 0"),
+        ({"rank": "32"}, "rank is '32'"),
+        ({"rank": 4.0}, "rank is 4.0"),
+        ({"rank": True}, "rank is True"),
+        ({"rank": None}, "rank is None"),
+        ({"ffn_group_size": 0}, "ffn_group_size is 0"),
+        ({"attention_group_size": -2}, "attention_group_size is -2"),
+        ({"mode": "deep"}, "mode 'deep' is not one of wide, token, layer"),
+        ({"tap": ["residual"]}, "tap"),
+        ({"parts": "some"}, "parts 'some' is not one of all, attention, ffn"),
+        ({"grouping": "sorted"}, "grouping 'sorted'"),
+        ({"overrides": {"1": {"ffn_group_size": 0}}}, "layer 1's ffn_group_size is 0"),
+        ({"overrides": {"one": {}}}, "one"),
+        ({"compensation": {"mean": True, "rank": -1}}, "compensation's rank is -1"),
+    ],
+)
+def test_a_plan_that_no_recipe_lets_in_is_refused_in_a_sentence(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    save(tmp_path / "c", routers())
+    path = tmp_path / "c" / checkpoint.CONFIG
+    data = json.loads(path.read_text())
+    data["plan"] |= change
+    path.write_text(json.dumps(data))
+    with pytest.raises(UsageError, match=r"wide_config\.json is damaged or from another version") as error:
+        checkpoint.read_config(tmp_path / "c")
+    assert said in str(error.value)

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from widecli.errors import UsageError
 from widecli.recipe.keys import recipe_keys
-from widecli.recipe.load import default_recipe_name, dump, load_text, recipe_hash, resolve
+from widecli.recipe.load import default_recipe_name, dump, load_stored, load_text, recipe_hash, resolve
 from widecli.recipe.schema import Recipe
+from widecli.storage import write_json, write_text
 
 
 def written(folder: Path, text: str, name: str = "mine.yaml") -> str:
@@ -241,3 +242,67 @@ def test_an_override_equals_the_flag_of_the_same_value(steps: int) -> None:
 def test_every_key_of_the_schema_can_be_reset() -> None:
     for key in recipe_keys():
         assert resolve(None, [f"~{key}"]).recipe == Recipe()
+
+
+def test_a_hash_begins_no_comment_on_the_command_line() -> None:
+    recipe = resolve(
+        None,
+        [
+            "track.run_dir=runs/exp #1",
+            "track.project='team #2'",
+            "data.source=[text/corpus #3.jsonl, b.jsonl]",
+            "eval.perplexity=a #4.txt,#5.txt",
+            "data.text_field=#6",
+        ],
+    ).recipe
+    assert recipe.track.run_dir == "runs/exp #1" and recipe.track.project == "team #2"
+    assert recipe.data.source == ("text/corpus #3.jsonl", "b.jsonl")
+    assert recipe.eval.perplexity == ("a #4.txt", "#5.txt") and recipe.data.text_field == "#6"
+    assert load_text(dump(recipe)) == recipe
+    with pytest.raises(UsageError, match=r"train\.steps=5 #6 must be"):
+        resolve(None, ["train.steps=5 #6"])
+
+
+# nine of nine of nine ...
+BOMB = b"a: &a [x, x, x, x, x, x, x, x, x]\n" + b"".join(
+    b"%c: &%c [%s]\n" % (c, c, b", ".join([b"*%c" % (c - 1)] * 9)) for c in b"bcdefghi"
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"train: {steps: 3}\n# caf\xe9\n", "r.yaml line 2 is not UTF-8"),
+        (b"data: {source: " + b"[" * 5000 + b"]" * 5000 + b"}\n", "nested more than 50 deep"),
+        (b"data:\n" + b"".join(b" " * i + b"a:\n" for i in range(1, 3000)), "nested more than 50 deep"),
+        (BOMB, "more than 10,000"),
+        (b"data: {source: &x [a, *x]}\n", "holds itself"),
+        (b"train: {seed: 99999999999999999999}\n", r"train\.seed=99999999999999999999 in .* of at most 63 bits"),
+        (b"train: {seed: " + b"9" * 5000 + b"}\n", "cannot be read"),
+        (b"routing: {rank: 18446744073709551616}\n", r"routing\.rank=18446744073709551616"),
+    ],
+)
+def test_a_recipe_that_nobody_could_use_is_one_sentence(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        resolve(str(path))
+    with pytest.raises(UsageError, match=message.replace("in .* ", ".*")):
+        load_stored(path)
+
+
+def test_aliases_that_stay_small_and_long_lists_are_fine(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("train: &t {steps: 3}\n")
+    assert resolve(str(path)).recipe.train.steps == 3
+    files = [f"{i}.txt" for i in range(12_000)]
+    path.write_text(f"data: {{source: &files [{', '.join(files)}]}}\n")
+    assert resolve(str(path)).recipe.data.source == tuple(files)
+
+
+def test_names_that_are_not_utf8_come_back_from_a_stored_recipe(tmp_path: Path) -> None:
+    recipe = resolve(None, ["track.run_dir=runs/x"], {"data.source": ["caf\udce9/a.txt"]}).recipe
+    write_text(tmp_path / "recipe.yaml", dump(recipe))
+    assert load_stored(tmp_path / "recipe.yaml") == recipe
+    write_json(tmp_path / "x.json", {"caf\udce9": "\udcff"})
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"caf\udce9": "\udcff"}

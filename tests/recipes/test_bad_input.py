@@ -292,17 +292,24 @@ def test_routing_files_that_do_not_fit_are_named_by_every_command(
         assert not Path("runs").exists()  # a file that is missing is seen before anything begins
 
 
-@pytest.mark.parametrize("changes", [[], ["routing.grouping=contiguous"], ["data.validation=null"]])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ([], "the model predicts NaN in float32"),
+        (["data.validation=null"], "ffn of layer 1 gives NaN or infinity"),
+        (["data.validation=null", "routing.grouping=contiguous"], "ffn of layer 1 gives NaN or infinity"),
+    ],
+)
 def test_activations_that_are_not_finite_are_named(
-    wide: Wide, tiny_recipe: Path, workplace: Path, model_folder: Path, changes: list[str]
+    wide: Wide, tiny_recipe: Path, workplace: Path, model_folder: Path, changes: list[str], said: str
 ) -> None:
     shutil.copytree(model_folder, workplace / "broken")
     weights = load_file(workplace / "broken/model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"].fill_(float("inf"))
+    weights["model.layers.1.mlp.up_proj.weight"].fill_(1e38)  # finite, but no sum of them is
     save_file(weights, workplace / "broken/model.safetensors", metadata={"format": "pt"})
     options = ("--model", "broken", "--run-dir", "r", *changes)
-    wide("calibrate", tiny_recipe, *options).refused_with("ffn of layer 1 gives NaN or infinity", "check the model")
-    assert not list(Path("r/checkpoints").iterdir())
+    wide("calibrate", tiny_recipe, *options).refused_with(said, "check the model")
+    assert not list(Path("r").glob("checkpoints/*"))
 
 
 def test_a_plan_that_routes_nothing_is_refused(wide: Wide, tiny_recipe: Path, workplace: Path) -> None:
@@ -328,3 +335,15 @@ def test_choices_that_contradict_each_other_are_refused(
 ) -> None:
     wide("calibrate", tiny_recipe, *changes).refused_with(*words)
     assert no_run(workplace)
+
+
+@pytest.mark.parametrize("where", ["/proc/none", "a-file", "a-file/below"])
+@pytest.mark.parametrize("source", [None, "self"])
+def test_a_cache_folder_that_cannot_be_made_is_one_sentence(
+    wide: Wide, tiny_recipe: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch, where: str, source: str | None
+) -> None:
+    (workplace / "a-file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(workplace / where))
+    refused = wide("calibrate", tiny_recipe, *(["--data", source] if source else []), "--run-dir", "r")
+    refused.refused_with("cache folder", "is not writable", "XDG_CACHE_HOME", code=1)
+    assert not list(Path("r").glob("checkpoints/*"))

@@ -127,6 +127,20 @@ def test_without_json_people_get_a_table_on_stderr(wide: Wide) -> None:
     assert "nothing was loaded or written" in done.err and "30 layers, D 576" in done.err
 
 
+def test_a_dry_run_says_what_it_takes_here_where_there_is_no_gpu(wide: Wide, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from widecli.cli import cost_card
+
+    for there in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        cost_card._cpu_rate.cache_clear()
+        done = wide("calibrate", "smollm2_s50_g64", "--dry-run", "--offline")
+        assert "on one H200" in done.err
+        assert ("on this machine, which has no GPU, about" in done.err) is not there
+    cost_card._cpu_rate.cache_clear()
+
+
 def test_a_dry_run_refuses_what_the_run_would(wide: Wide, workplace: Path) -> None:
     wide("calibrate", "smollm2_s50_g64", "--dry-run", "--G", 100).refused_with("FFN group size 100", "valid sizes")
     wide("calibrate", "--dry-run", "budget.kind=parts").refused_with("budget.attention")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,66 @@ def test_a_dense_model_alone(wide: Wide, model_folder: Path, held_out: Path) -> 
     assert document["dense"] is None and document["perplexity"]["held-out/token_ppl"] > 1
 
 
+def test_texts_of_one_name_have_a_figure_each_and_none_passes_for_wikitext(
+    wide: Wide, model_folder: Path, held_out: Path, workplace: Path
+) -> None:
+    words = held_out.read_text()
+    texts = {"a/t": words[:500], "b/t": words[500:], "wikitext2": words[200:700], "news.v1": words[:300]}
+    for name, text in texts.items():
+        (workplace / name).parent.mkdir(exist_ok=True)
+        (workplace / f"{name}.txt").write_text(text)
+
+    def measured(folder: str, *names: str) -> dict[str, float]:
+        asked = "eval.perplexity=" + ",".join(names)
+        done = wide("eval", "--model", model_folder, asked, "eval.perplexity_window=64", "--run-dir", folder, "--json")
+        assert done.code == 0, done.err
+        return dict(done.document["perplexity"])
+
+    together = measured("all", *(f"{name}.txt" for name in texts), "a/t.txt@2", "./b/t.txt")
+    assert len(together) == 5 and not any(key.startswith("wikitext2/") for key in together)
+    alone = [figure for i, name in enumerate(texts) for figure in measured(f"r{i}", f"{name}.txt").values()]
+    assert list(together.values())[:4] == pytest.approx(alone, rel=1e-6)
+    # the same texts elsewhere: what is stored of the dense model has other names
+    (workplace / "a").rename(workplace / "c")
+    assert "c/t.txt/token_ppl" in measured("moved", "c/t.txt", "b/t.txt")
+
+
+def test_rows_have_their_text_where_the_recipe_says_for_training_and_for_perplexity(
+    wide: Wide, tiny_recipe: Path, text_file: Path, held_out: Path, workplace: Path
+) -> None:
+    for name, source in (("train", text_file), ("held", held_out)):
+        (workplace / f"{name}.jsonl").write_text(json.dumps({"id": 1, "body": source.read_text()}) + "\n")
+    changes = ("data.text_field=body", "data.validation=held.jsonl", "eval.perplexity=held.jsonl", "--steps", 2)
+    trained = wide("calibrate", tiny_recipe, "--data", "train.jsonl", *changes, "--run-dir", "r", "--json")
+    assert trained.code == 0, trained.err
+    measured = wide("eval", "r", "--json")
+    assert measured.code == 0, measured.err
+    final = trained.document["validation"]["final"]
+    assert measured.document["perplexity"]["held/token_ppl"] == pytest.approx(final, rel=1e-5)
+    wide("eval", "r", "data.text_field=text", "--run-dir", "e").refused_with(
+        "held.jsonl line 1", "its fields: id, body"
+    )
+
+
+def test_odd_names_go_all_the_way(wide: Wide, run: Outcome, held_out: Path, workplace: Path) -> None:
+    odd = workplace / "runs" / "lr=0.001 #1"
+    odd.parent.mkdir()
+    (workplace / "calibrated").rename(odd)
+    text = Path("caf\udce9") / "t[\udce9]xt#.txt"  # a byte that is no UTF-8
+    text.parent.mkdir()
+    text.write_bytes(held_out.read_bytes())
+    measured = wide("eval", "runs/lr=0.001 #1", f"eval.perplexity={text}", "--run-dir", "e=1", "--json")
+    assert measured.code == 0, measured.err
+    assert wide("export", odd, "--out", "x/exp=1").code == 0
+    again = wide("eval", "./x/exp=1", f"eval.perplexity={text}", "--run-dir", "e=2", "--json")
+    assert list(again.document["perplexity"].values()) == pytest.approx(list(measured.document["perplexity"].values()))
+    trained = wide("calibrate", "--data", text, "--steps", 2, "--run-dir", "~r", odd / "recipe.yaml", "--json")
+    assert trained.code == 0, trained.err
+    assert wide("report", "e=1", "e=2", "~r", "--format", "html,md,csv,tex").code == 0
+    wide("calibrate", odd / "recipe.yaml", "--run-dir", "r\udce9").refused_with("no UTF-8", "--run-dir")
+    wide("export", odd, "--out", "r\udce9").refused_with("no UTF-8", "--out")
+
+
 def test_the_newest_run_is_meant_when_none_is_named(wide: Wide, tiny_recipe: Path, workplace: Path) -> None:
     for seed, age in ((0, 100), (1, 0)):
         document = wide("calibrate", tiny_recipe, "--steps", 2, "--seed", seed, "--json").document
@@ -203,3 +264,61 @@ def test_nothing_to_evaluate_is_said(wide: Wide, run: Outcome) -> None:
 def test_tasks_that_are_not_on_this_machine_are_refused_offline(wide: Wide, run: Outcome, questions: Path) -> None:
     wide("eval", "calibrated", "--tasks", "piqa", "--data-root", questions, "--offline").refused_with("piqa")
     assert not list(Path("runs").glob("eval-*")) if Path("runs").exists() else True
+
+
+def change_rope(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace("10000.0", "100.0"))
+
+
+def change_tokenizer(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "normalizer": {"type": "Lowercase"}}))
+
+
+@pytest.mark.parametrize("change", [change_rope, change_tokenizer])
+def test_a_model_changed_in_place_is_measured_anew(
+    wide: Wide, workplace: Path, model_folder: Path, held_out: Path, change: Callable[[Path], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    shutil.copytree(model_folder, workplace / "m")
+    asked = ("--model", "m", f"eval.perplexity={held_out}", "eval.perplexity_window=64", "--json")
+
+    def measured(run: str) -> dict[str, float]:
+        done = wide("eval", *asked, "--run-dir", run)
+        assert done.code == 0, done.err
+        found: dict[str, float] = done.document["perplexity"]
+        return found
+
+    before = measured("e1")
+    assert measured("e2") == before
+    change(workplace / "m")
+    changed = measured("e3")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(workplace / "another-cache"))
+    assert changed == measured("e4") != before
+
+
+def test_a_document_changed_in_place_is_measured_anew(
+    wide: Wide, run: Outcome, questions: Path, monkeypatch: pytest.MonkeyPatch, workplace: Path
+) -> None:
+    asked = ("eval", "calibrated", "--tasks", "openbookqa", "--data-root", questions, "--offline", "eval.perplexity=[]")
+    first = wide(*asked, "--run-dir", "e1", "--json").document["dense"]
+    assert wide(*asked, "--run-dir", "e2", "--json").document["dense"]["from_cache"]
+    path = questions / "allenai/openbookqa/main/test.jsonl"
+    text = path.read_text()
+    path.write_text(text.replace('"answerKey": "A"', '"answerKey": "D"'))
+    assert path.stat().st_size == len(text)
+    again = wide(*asked, "--run-dir", "e3", "--json").document["dense"]
+    assert not first["from_cache"] and not again["from_cache"]
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning(
+    wide: Wide, run: Outcome, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workplace / "a-file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(workplace / "a-file"))
+    done = wide("eval", "calibrated", "--json")
+    assert done.code == 0, done.err
+    assert done.document["dense"]["perplexity"] and not done.document["dense"]["from_cache"]
+    (warning,) = [line for line in done.err.splitlines() if line.startswith("warning: ")]
+    assert "The dense result cannot be stored in" in warning and "Not a directory" in warning

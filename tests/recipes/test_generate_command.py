@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,3 +89,75 @@ def test_bad_input_is_one_sentence(wide: Wide, calibrated: Path, arguments: tupl
 def test_without_any_checkpoint_it_says_what_to_do(wide: Wide) -> None:
     wide("generate", "--prompt", "a").refused_with("no checkpoint below runs/", "--model")
     wide("generate", "nowhere", "--prompt", "a").refused_with("nowhere", "neither a checkpoint")
+
+
+TEMPLATES = {
+    "refuses": (
+        "{{ raise_exception('A system message is needed') }}",
+        ["does not take the prompt", "A system"],
+    ),
+    "undefined": ("{{ date.year }}", ["does not take the prompt", "'date' is undefined"]),
+    "syntax": ("{% for m in messages %}", ["does not take the prompt", "endfor"]),
+    "names": ({"tool_use": "a", "rag": "b"}, ["for special uses alone (rag, tool_use)", "none of them called default"]),
+    "nothing": ("", ["has no chat template"]),
+}
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_a_chat_template_that_cannot_be_used_is_one_sentence(
+    wide: Wide, workplace: Path, model_folder: Path, kind: str
+) -> None:
+    template, words = TEMPLATES[kind]
+    write_template(workplace / "m", model_folder, template)
+    refused = wide("generate", "--model", "m", "--chat", "--prompt", "river")
+    refused.refused_with(*words, "leave out --chat")
+    assert wide("generate", "--model", "m", "--prompt", "river", "--max-new-tokens", 2).code == 0
+
+
+def test_of_named_chat_templates_the_default_is_used(wide: Wide, workplace: Path, model_folder: Path) -> None:
+    plain = "{{ messages[0]['content'] }}!"
+    write_template(workplace / "one", model_folder, plain)
+    write_template(workplace / "named", model_folder, {"default": plain, "rag": "{{ raise_exception('no') }}"})
+    found = []
+    for name in ("one", "named"):
+        done = wide("generate", "--model", name, "--chat", "--prompt", "river", "--max-new-tokens", 4, "--json")
+        assert done.code == 0, done.err
+        found.append((done.document["tokens"], done.document["prefill"]["tokens"]))
+    assert found[0] == found[1] and found[0][1] == len("river!")
+
+
+def write_template(folder: Path, model_folder: Path, template: object) -> None:
+    from transformers import AutoTokenizer
+
+    shutil.copytree(model_folder, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template or None
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("content", [b"caf\xe9", b"\xff\xfea", b"a\xed\xa0\x80"])
+@pytest.mark.parametrize("way", ["file", "stdin", "argument"])
+def test_a_prompt_that_is_no_utf8_is_one_sentence(
+    workplace: Path, model_folder: Path, way: str, content: bytes
+) -> None:
+    (workplace / "prompt.txt").write_bytes(content)
+    given = os.fsdecode(content)
+    asked = {"file": "--prompt-file=prompt.txt", "stdin": "--prompt-file=-", "argument": f"--prompt={given}"}
+    done = invoke("generate", "--model", model_folder, asked[way], stdin=content)
+    done.refused_with("UTF-8 text")
+
+
+def test_standard_input_is_read_alike_in_every_locale(workplace: Path, model_folder: Path) -> None:
+    """Where the locale is C, Python lets any byte of it through."""
+    command = [sys.executable, "-m", "widecli", "generate", "--model", str(model_folder), "--prompt-file", "-"]
+    paths = os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p)
+    environment = {**os.environ, "PYTHONPATH": paths, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(command, input=b"caf\xe9", capture_output=True, env=environment, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"error: standard input cannot be read as UTF-8 text"), done.stderr
+
+
+def test_a_prompt_from_standard_input_is_read_as_utf8(workplace: Path, model_folder: Path) -> None:
+    asked = ("--prompt-file", "-", "--max-new-tokens", 2, "--json")
+    done = invoke("generate", "--model", model_folder, *asked, stdin="né à Łódź".encode())
+    assert done.code == 0 and done.document["prompt"] == "né à Łódź"

@@ -74,6 +74,16 @@ def test_one_decision_a_layer_is_described_too(wide: Wide, runs: Path, held_out:
         assert layer["attention"] == layer["ffn"]
 
 
+def test_texts_of_one_stem_are_inspections_of_their_own(wide: Wide, runs: Path) -> None:
+    from widecli.cli.inspect import inspection_name
+
+    checkpoint = Path("runs/calibrate-wide/checkpoints/step-000002")
+    names = {
+        inspection_name(checkpoint, text, 64) for text in ("news.v1.txt", "news.v2.txt", "wikitext2.txt", "wikitext2")
+    }
+    assert len(names) == 4
+
+
 def test_bad_input_ends_in_one_sentence(wide: Wide, runs: Path, held_out: Path) -> None:
     wide("inspect", "nowhere").refused_with("nowhere", "neither a checkpoint")
     wide("inspect", "runs/calibrate-wide", "--text", "nothing.txt").refused_with("nothing.txt")

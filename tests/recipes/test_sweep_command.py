@@ -82,6 +82,11 @@ def commands(ran: list[list[str]]) -> list[str]:
     return [arguments[0] for arguments in ran]
 
 
+def rows_of(table: str, firsts: Sequence[str]) -> list[str]:
+    """The rows of a printed table that begin with these words."""
+    return [line for line in table.splitlines() if line.split()[:1] and line.split()[0] in firsts]
+
+
 def states(document: dict[str, Any]) -> list[dict[str, str]]:
     return [{stage: job["state"] for stage, job in point["stages"].items()} for point in document["points"]]
 
@@ -95,7 +100,8 @@ def test_every_point_is_calibrated_and_evaluated_and_the_dense_model_once(
     assert "--model" in ran[0]
     document = done.document
     assert document["schema"] == "wide.summary/1" and document["command"] == "sweep" and document["finished"]
-    assert [point["values"] for point in document["points"]] == [{"budget.sparsity": 0.3}, {"budget.sparsity": 0.5}]
+    points = document["points"]
+    assert [point["values"] for point in points] == [{"budget.sparsity": 0.3}, {"budget.sparsity": 0.5}]
     assert states(document) == [{"calibrate": "done", "eval": "done"}] * 2
     folder = Path(document["run_dir"])
     assert folder.parent == Path("runs") and folder.name.startswith("sweep-")
@@ -105,6 +111,13 @@ def test_every_point_is_calibrated_and_evaluated_and_the_dense_model_once(
         summary = json.loads((folder / run / "summary.json").read_text())
         if summary["command"] == "eval" and summary["checkpoint"]:
             assert summary["dense"]["from_cache"]
+    # the last table shows what was found
+    evaluated = [json.loads((folder / p["stages"]["eval"]["run"] / "summary.json").read_text()) for p in points]
+    shown = done.err[done.err.index("what the points skip and keep") :]
+    for row, summary in zip(rows_of(shown, ("0.3", "0.5")), evaluated, strict=True):
+        assert f"{100 * summary['skip_rate']['ffn']:.1f}" in row
+        assert f"{summary['perplexity']['held-out/token_ppl']:.2f}" in row
+    assert f"{evaluated[0]['dense']['perplexity']['held-out/token_ppl']:.2f}" in rows_of(shown, ("dense",))[0]
     # a point is the very run that the plain command would make
     by_hand = wide("calibrate", tiny_recipe, "--sparsity", 0.3, "--steps", 2)
     by_hand.refused_with("holds a finished run")

@@ -56,6 +56,8 @@ def test_compensation_and_order_are_what_a_checkpoint_is_measured_with(wide: Wid
     from safetensors.torch import load_file, save_file
 
     folder, before = Path("adapted/checkpoints/step-000008"), figure("eval-adapted")
+    config = folder / "wide_config.json"  # without its checksums, which refuse a file that was changed
+    config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "files"}))
     for name in ("compensation", "channels"):
         path = folder / f"{name}.safetensors"
         kept = path.read_bytes()

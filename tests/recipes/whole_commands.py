@@ -64,10 +64,10 @@ class Outcome:
 Wide = Callable[..., Outcome]
 
 
-def invoke(*arguments: object) -> Outcome:
+def invoke(*arguments: object, stdin: bytes | None = None) -> Outcome:
     from widecli.__main__ import app
 
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    result = CliRunner().invoke(app, [str(a) for a in arguments], input=stdin)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return Outcome(result.exit_code, result.stdout, result.stderr)

@@ -117,6 +117,15 @@ def test_every_figure_leads_to_its_runs(runs: Path) -> None:
     assert tips and all("run: " in tip or "runs: " in tip or "published" in tip for tip in tips)
 
 
+def test_every_cell_knows_its_head_which_narrow_pages_show_beside_it(runs: Path) -> None:
+    columns = (Column("a", 'head\n"one"'), Column("b", "b", "figure"))
+    text = page("t", "l", [Section("s", (Table("n", "n", columns, ({"a": "x", "b": 1.0}, {"a": "y"})),))])
+    cells = [attributes.get("data-h") for tag, attributes in tags(text) if tag == "td"]
+    assert cells == ['head "one"', "b"] * 2
+    assert all("data-h" in attributes for tag, attributes in tags(html_page(build([runs]))) if tag == "td")
+    assert "content: attr(data-h)" in text
+
+
 def test_names_from_runs_cannot_become_markup(tmp_path: Path) -> None:
     write_pair(tmp_path, "x", perplexity=30.0, model='<script>alert("1")</script>&')
     text = html_page(build([tmp_path]))

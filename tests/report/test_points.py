@@ -8,7 +8,8 @@ import pytest
 from stored_runs import AS_BEFORE, with_pattern_keys, write_calibration, write_evaluation, write_pair
 from widecli.report.find import find_runs
 from widecli.report.load import load
-from widecli.report.points import Point, best_protocol, by_model, points
+from widecli.report.points import Point, best_protocol, by_model, names_of, points
+from widecli.report.summaries import summary_table
 from widecli.report.sweeps import sweeps
 
 
@@ -38,6 +39,45 @@ def test_two_evaluations_of_one_checkpoint_are_not_two_trainings(tmp_path: Path)
     assert point.figures["average [all]"].value == 0.4
     assert point.figures["average [400]"].value == 0.42
     assert best_protocol(point, "average") == "average [all]"
+
+
+def test_what_stands_in_one_row_comes_from_one_evaluation(tmp_path: Path) -> None:
+    one, other = "one:" + "a" * 16, "other:" + "b" * 16
+    write_pair(tmp_path, "x", perplexity=30.0, accuracy=None, text=one, skips=0.41)
+    write_evaluation(tmp_path, "x2", of="x", perplexity=60.0, accuracy=None, text=other, skips=0.62)
+    write_evaluation(tmp_path, "x3", of="x", perplexity=33.0, accuracy=0.4, limit=50, text=one, skips=0.47)
+    (point,) = [point for point in made(tmp_path) if point.mode != "dense"]
+    rows = {row.runs[0]: row for row in point.rows()}
+    assert set(rows) == {"eval-x3", "eval-x2"}  # the first measured nothing that the third did not
+    assert rows["eval-x3"].value("perplexity one") == 33.0 and rows["eval-x3"].value("skip mean") == 0.47
+    assert rows["eval-x2"].value("perplexity other") == 60.0 and rows["eval-x2"].value("skip mean") == 0.62
+    for row in rows.values():
+        assert len({figure.runs for name, figure in row.figures.items() if not name.startswith("validation")}) == 1
+    table = summary_table(made(tmp_path))
+    texts = [(row.get("perplexity one"), row.get("perplexity other"), row["skip mean"]) for row in table.rows[1:]]
+    assert len(texts) == 2 and all((a is None) != (b is None) for a, b, _ in texts)
+
+
+def test_trainings_of_one_configuration_share_a_row_though_one_was_measured_on_more(tmp_path: Path) -> None:
+    write_pair(tmp_path, "a", seed=0, perplexity=30.0, accuracy=0.4, skips=0.5)
+    write_pair(tmp_path, "b", seed=1, perplexity=34.0, accuracy=None, skips=0.6)
+    (point,) = [point for point in made(tmp_path) if point.mode != "dense"]
+    (row,) = point.rows()
+    assert row.value("perplexity wikitext2") == 32.0 and row.value("skip mean") == pytest.approx(0.55)
+    assert row.figures["average [all]"].runs == ("eval-a",)
+
+
+def test_files_of_one_name_and_different_contents_are_never_one_text(tmp_path: Path) -> None:
+    write_pair(tmp_path, "x", sparsity=0.3, perplexity=30.0, accuracy=None, text="held-out:" + "a" * 16)
+    write_pair(tmp_path, "y", sparsity=0.5, perplexity=60.0, accuracy=None, text="held-out:" + "b" * 16)
+    write_pair(tmp_path, "z", sparsity=0.7, perplexity=90.0, accuracy=None, text="held-out:" + "a" * 16)
+    found = made(tmp_path)
+    assert names_of(found, "perplexity ") == ["perplexity held-out #aaaaaa", "perplexity held-out #bbbbbb"]
+    assert [point.value("perplexity held-out #aaaaaa") for point in found if point.mode != "dense"] == [
+        30.0,
+        None,
+        90.0,
+    ]
 
 
 def test_what_an_evaluation_saw_goes_before_what_the_training_ended_with(tmp_path: Path) -> None:

@@ -69,7 +69,9 @@ def test_csv_holds_bare_numbers_and_the_spread_beside_them() -> None:
 def test_latex_escapes_its_special_characters() -> None:
     text = latex(TABLE)
     assert r"\caption{title \& more}" in text
-    assert r"a|b\_c & 50.0 $\pm$ 1.0 & 2.00 \\" in text
+    assert r"a\textbar{}b\_c & 50.0 $\pm$ 1.0 & 2.00 \\" in text
+    below = Table("t", "S < 0.5 | T > 1 \\ {x}", TABLE.columns, ({"name": "a<b>c|d~^"},))
+    assert r"S \textless{} 0.5 \textbar{} T \textgreater{} 1 \textbackslash{} \{x\}" in latex(below)
     assert text.count(r"\begin") == text.count(r"\end") == 2
 
 
@@ -99,11 +101,11 @@ def test_the_least_important_column_goes_first_and_the_title_says_so() -> None:
 
 
 def test_a_setting_that_tells_rows_apart_outlives_one_that_all_share(repository: Path) -> None:
-    """The table that README.md shows is what a terminal of 80 columns gets, each row another."""
+    """The table that docs/reports.md shows is what a terminal of 80 columns gets, each row another."""
     made = points(load(find_runs([repository / "reports/smollm2-h200"]).runs).frame)
     lines = [line.rstrip() for line in printed(summary_table(made), 80)]
     shown_table = [line for line in lines if line][1:]  # without its title
-    assert "\n".join(["```", *shown_table, "```"]) in (repository / "README.md").read_text(encoding="utf-8")
+    assert "\n".join(["```", *shown_table, "```"]) in (repository / "docs/reports.md").read_text(encoding="utf-8")
 
 
 def test_net_and_gross_shares_never_meet_in_a_column(tmp_path: Path) -> None:

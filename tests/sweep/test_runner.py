@@ -81,6 +81,16 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
+def test_jobs_may_share_the_cpu_where_there_is_no_gpu(tmp_path: Path) -> None:
+    for slots in (1, 2):
+        executor = LocalExecutor((), slots, program=(sys.executable, "-S", "-c", "pass"))
+        job = Job("a", "calibrate", Path, list, log=tmp_path / f"{slots}.log")
+        handle = executor.start(job, [])
+        assert executor.slots == slots and executor.has_room() is (slots == 2)
+        while handle.poll() is None:
+            time.sleep(0.02)
+
+
 def test_two_gpus_run_two_jobs_at_once_each_on_one_of_its_own(bench: Bench) -> None:
     jobs = [bench.job(name, "short") for name in "abcd"]
     bench.run(jobs, gpus=("3", "GPU-5e"))

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from widecli.errors import UsageError, WideError
+from widecli.errors import Preempted, UsageError, WideError
 from widecli.recipe.load import dump, resolve
-from widecli.storage import plain, try_lock, write_text
-from widecli.track.run import Run, held, run_name
+from widecli.storage import held, plain, try_lock, write_text
+from widecli.track.run import Run, run_name
 
 RECIPE = dump(resolve("demo").recipe)
 
@@ -69,6 +69,22 @@ def test_a_run_that_failed_before_it_had_anything_is_begun_anew_where_nothing_co
     start()
     with pytest.raises(UsageError, match=r"unfinished run \(--resume"):
         start()
+
+
+@pytest.mark.parametrize("command", ["calibrate", "eval"])
+def test_what_failed_before_it_had_anything_leaves_no_run(command: str) -> None:
+    with pytest.raises(WideError), Run.held(command, "x", recipe_yaml=RECIPE) as run:
+        run.write_environment()
+        raise WideError("no data")
+    assert not run.path.exists()
+    with pytest.raises(WideError), Run.held(command, "x", recipe_yaml=RECIPE) as run:
+        run.log(1, loss=2.0)
+        raise WideError("no memory")
+    assert run.metrics() == [{"step": 1, "loss": 2.0}]
+    for end in (KeyboardInterrupt, Preempted):  # --resume may find more than is seen here
+        with pytest.raises(end), Run.held(command, "y", recipe_yaml=RECIPE, overwrite=True) as run:
+            raise end
+        assert run.path.is_dir()
 
 
 def test_overwrite_replaces_a_run_but_never_a_folder_that_is_none(tmp_path: Path) -> None:
@@ -170,10 +186,12 @@ def test_a_summary_without_a_promised_key_is_a_bug_found_at_once() -> None:
         start().write_summary(values)
 
 
-def test_a_damaged_summary_is_not_a_finished_run() -> None:
+@pytest.mark.parametrize("content", [b'{"schema": ', b'{"schema": "\xff"}', b"[" * 5000, b"[1]", b""])
+def test_a_damaged_summary_is_not_a_finished_run(content: bytes) -> None:
     run = start()
-    (run.path / "summary.json").write_text('{"schema": ')
-    assert not run.is_finished
+    (run.path / "summary.json").write_bytes(content)
+    (run.path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + content + b"\n")
+    assert not run.is_finished and run.metrics() == [{"step": 1}]
 
 
 def test_opening_something_else_is_refused(tmp_path: Path) -> None:
@@ -269,7 +287,7 @@ def test_a_lock_that_its_holder_took_away_at_the_same_moment_is_made_again(monke
     os.close(handle)
 
 
-def test_a_file_system_without_locks_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_keeps_nobody_out_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
     import fcntl
 
@@ -277,5 +295,38 @@ def test_a_file_system_without_locks_keeps_nobody_out(monkeypatch: pytest.Monkey
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", missing)
-    with held(Path("r")), held(Path("r")):
+    said: list[str] = []
+    with held(Path("r")), held(Path("r"), warn=said.append):
+        pass
+    assert len(said) == 1 and "has no locks" in said[0]
+
+
+def test_where_nothing_can_be_written_beside_a_directory_it_is_locked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unwritable_place(file: Path, warn: object) -> int:
+        raise WideError(f"{file} cannot be written")
+
+    monkeypatch.setattr("widecli.storage.try_lock", unwritable_place)
+    Path("mounted").mkdir()
+    with held(Path("mounted")):
+        with pytest.raises(WideError, match="another process works on"), held(Path("mounted")):
+            pass
+        with held(Path("/")), held(Path("not there")):
+            pass
+    with held(Path("mounted")):
+        assert list(Path("mounted").iterdir()) == []
+
+
+def test_a_process_that_was_killed_holds_nothing() -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from widecli.storage import held\n"
+        "with held(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", program, "r"], env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    with pytest.raises(WideError, match="another process"), held(Path("r")):
+        pass
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    with held(Path("r")):
         pass

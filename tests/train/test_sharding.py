@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from broken_models import with_adapter, with_value, with_weights
 from tiny_models import FAMILIES, random_ids, save_model_folder, tiny_config, tiny_model, tiny_plan
 from widecli import ranks
 from widecli.errors import UsageError
@@ -87,11 +88,37 @@ def test_a_folder_that_lacks_a_weight_is_refused(tmp_path: Path, group: ranks.Ra
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UsageError, match=r"cannot be read in parts.*up_proj"):
+    with pytest.raises(UsageError, match=r"1 tensor is missing \(model\.layers\.1\.mlp\.up_proj\.weight\)"):
         load_sharded(ModelSection(name=str(folder)), Sharding("full"), group)
     (folder / "model.safetensors").unlink()
     with pytest.raises(UsageError, match=r"no \.safetensors files"):
         load_sharded(ModelSection(name=str(folder)), Sharding("full"), group)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda f: with_weights(f, lambda t: {f"module.{k}": v for k, v in t.items()}), "begin with 'module.'"),
+        (lambda f: with_weights(f, lambda t: t.update({"model.extra.weight": torch.ones(2)})), "1 tensor is left over"),
+        (lambda f: with_value(f, "model.layers.1.mlp.up_proj.weight", float("nan")), r"not finite: .*1\.mlp\.up_proj"),
+        (lambda f: with_value(f, "model.norm.weight", float("inf")), r"not finite: model\.norm\.weight"),
+        (lambda f: with_adapter(f, f), "an adapter beside it"),
+    ],
+)
+def test_a_folder_that_is_not_what_it_says_is_refused_in_parts_too(
+    tmp_path: Path, group: ranks.Ranks, spoil: Callable[[Path], Any], said: str
+) -> None:
+    folder = save_model_folder(tmp_path / "model")
+    spoil(folder)
+    with pytest.raises(UsageError, match=said):
+        load_sharded(ModelSection(name=str(folder)), Sharding("full"), group)
+
+
+def test_what_is_only_stored_another_way_is_read_in_parts(tmp_path: Path, group: ranks.Ranks) -> None:
+    folder = save_model_folder(tmp_path / "model")
+    with_weights(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    section = ModelSection(name=str(folder))
+    assert load_sharded(section, Sharding("full"), group).identity == load_backbone(section).identity
 
 
 @pytest.mark.parametrize("family", FAMILIES)

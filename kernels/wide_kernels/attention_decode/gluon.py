@@ -13,6 +13,10 @@ All programs of a pair must be resident at once, else they wait forever; as in `
 which a GPU starts in order, and the launcher starts no more programs than the whole GPU holds. A launch beside others
 gets on once they end; one that is given a part of the GPU only, or two that hold a part each, would not. Every stream
 and every captured graph has words of its own (`counters.py`).
+
+    mask --> this program's pair and run of keys
+    K, V --> ring in shared memory --> each warp: scores x weights x V --> part of the program --> words
+    words of all programs of the pair --wait--> merged slice --> out
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 

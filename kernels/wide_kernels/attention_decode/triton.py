@@ -5,6 +5,9 @@ blocks in order are cut into PROGRAMS equal runs, which cross from pair to pair.
 the mask, so nothing of a skipped pair is read, no processor idles because others' heads are skipped, and the host knows
 nothing. Program p leaves its partial result of the i-th active pair in slot p + i (along the runs p and i only grow, so
 no two share a slot); a second launch merges the slots of each head and writes zeros where it is skipped.
+
+    mask, lengths --> active pairs --> blocks of keys in order --> PROGRAMS equal runs
+    q, K, V of a run --> partial (max, sum, o) --> slot p + i --(second launch)--> merged, zeros where skipped --> out
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 

@@ -4,6 +4,11 @@ A producer warp fetches blocks of keys and values by TMA. Two consumers, a warpg
 gathered queries; while one step's scores come out of the tensor cores, the last step's weights go into them, and the
 softmax of one consumer runs beside the products of the other. Blocks are walked from the last to the first: the ones
 that lie across the causal border, and need a mask, come first.
+
+    producer    K, V blocks --TMA--> ring --------------+
+                                                        v
+    consumer 0  its half of the tile's rows of q --> q K^T --> softmax so far --> p V --> rows of out
+    consumer 1  the other half                   --> q K^T --> softmax so far --> p V --> rows of out
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 

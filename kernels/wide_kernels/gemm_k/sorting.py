@@ -3,6 +3,9 @@
 A segment is a run of adjacent groups; a row's pattern there is a few bits. Sorted in Gray-code order, neighbours differ
 in few bits, so a tile needs few groups beyond those that its rows run. A counting sort in two short launches, stable:
 each block of rows is counted, then sorted by itself and put where its patterns begin.
+
+    mask --> pattern of each row in a segment --> counts of a block (launch 1) --> first place of each pattern
+         --> block sorted by itself (launch 2) --> order, patterns, groups that each tile needs
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 

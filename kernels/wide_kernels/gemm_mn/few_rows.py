@@ -3,6 +3,9 @@
 These products wait for memory only. The weights are the left operand, so that their rows fill the tensor core's tall
 side and the tokens its narrow one. Programs of skipped groups write zeros and leave; the rest come in the order of
 memory, several to a multiprocessor. One row has a kernel of its own (one_row.py).
+
+    mask of all rows --none runs g--> zeros --> out
+                     --some does----> weight of g x (rows of x)^T --> zeros where a row skips --> activation --> out
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 

@@ -11,6 +11,10 @@ time, whose parity both sides wait for. `full` completes a phase after 1 + PRODU
 bytes of the TMA loads, each producer thread's comes when its own cp.async have landed. `empty` completes a phase after
 one arrival of each consumer, live or not, when it has read the stage; the producer's first waits pass because the phase
 before the first of a fresh barrier counts as complete. All three partitions walk the same tiles.
+
+    producer    tile list --> rows of x (cp.async), weight tiles (TMA) --> ring of STAGES ------------------------+
+    consumer 0  ring --> products of half of the tile's rows --> bias, activation --> out   <---------------------+
+    consumer 1  ring --> products of the other half ----------> bias, activation --> out   <---------------------+
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 

@@ -4,6 +4,9 @@ Such a product waits for memory only. Programs of skipped groups write zeros and
 multiprocessor that nothing need be fetched ahead. A dense product's first weights are fetched before the row itself is
 there, while the launch before this one ends. (Where a product has parts that no decision can skip, their programs must
 come first for that to pay, as keys and values do in the engine's own projection.)
+
+    mask[g] --0--> zeros --> out
+            --1--> weight rows of g, x --> sums over K in registers --> activation --> out
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 

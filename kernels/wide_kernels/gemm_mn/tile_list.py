@@ -4,6 +4,8 @@
 ones, as pairs (row tile * column tiles + column tile, rows that execute the group). Both lists run in bands: BAND row
 tiles meet all columns before the next ones start, so that their gathered rows stay in L2. Every program knows where its
 band begins: the live tiles before it are a sum over the groups.
+
+    counts of each group --> live tiles of each (band, group) --> sums before them --> places in `tiles`
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 

@@ -1,4 +1,8 @@
-"""Triton: gathered rows times the weights of one group, for many rows, from a layout."""
+"""Triton: gathered rows times the weights of one group, for many rows, from a layout.
+
+layout --> rows that run group g --> their x --x weight of g--> bias, activation --> out[rows, columns of g]
+       --> rows that skip it -------------------------------------> zeros --------> out[rows, columns of g]
+"""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations

@@ -21,9 +21,12 @@ def tuning_file(gpu: str) -> Path:
     """Where the results for a GPU of this name stand."""
     import triton
 
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home, as in some containers
+        root = Path(tempfile.gettempdir(), f"wide-cache-{os.getuid()}")
     name = re.sub(r"[^A-Za-z0-9.]+", "-", gpu).strip("-")
-    return Path(root) / "wide_kernels" / "tuning" / f"{name}-triton{triton.__version__}.json"
+    return root / "wide_kernels" / "tuning" / f"{name}-triton{triton.__version__}.json"
 
 
 @cache

@@ -25,16 +25,20 @@ def calibrate(
     run_dir: options.RunDir = None,
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
+    beyond_positions: options.BeyondPositions = None,
     offline: options.Offline = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     nproc: options.Nproc = None,
     dry_run: options.DryRun = False,
     json: options.Json = False,
+    keys: options.Keys = False,
 ) -> None:
     """Train routers on a frozen model: every token learns, layer by layer, which groups to run.
 
     Without a recipe: the embedded SmolLM2-135M, at a size that suits this machine.
     """
     offline = options.go_offline(offline)
+    options.trust_remote_code(trust_remote_code)
     with processes(None if dry_run else nproc), stdout_for_document(json):
         resolved = options.recipe_from(
             arguments,
@@ -48,6 +52,7 @@ def calibrate(
             seed=seed,
             wandb=wandb,
             run_dir=run_dir,
+            beyond_positions=beyond_positions,
         )
         document = (
             plan_run(resolved, nproc)
@@ -71,12 +76,13 @@ def run_calibration(
     resolved: ResolvedRecipe, *, resume: bool = False, overwrite: bool = False, offline: bool = False
 ) -> dict[str, Any]:
     """Run (or continue) the calibration of a recipe; returns its summary."""
-    from widecli.cli.cost_card import dry_run_document
+    from widecli.cli.cost_card import dry_run_document, refuse_too_large
     from widecli.cli.training import run_stage
     from widecli.track.run import run_name
     from widecli.train.calibrate import calibrate as train
 
     expected = dry_run_document(resolved)  # refuses what cannot work before anything is created or loaded
+    refuse_too_large(expected)
     return run_stage(
         resolved,
         "calibrate",

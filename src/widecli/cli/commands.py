@@ -6,6 +6,7 @@ import errno
 import functools
 import importlib
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,6 +31,33 @@ COMMANDS: Mapping[str, str] = {
 """Name -> help in one line. `wide NAME` runs the function NAME of the module `widecli.cli.NAME`."""
 
 
+EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "calibrate": (
+        "wide calibrate --sparsity 0.5",
+        "wide calibrate --model meta-llama/Llama-3.2-1B --data 'text/*.jsonl.gz' --sparsity 0.4",
+        "wide calibrate smollm2_s50_g64 train.steps=1000 --dry-run",
+    ),
+    "lora": ("wide lora", "wide lora runs/calibrate-... --data text.jsonl lora.rank=8"),
+    "eval": (
+        "wide eval --tasks paper",
+        "wide eval runs/calibrate-... eval.perplexity=wikitext2,my/text.txt@60",
+        "wide eval --model meta-llama/Llama-3.2-1B --tasks piqa --limit 400",
+    ),
+    "sweep": (
+        "wide sweep --G 16,64,256 --sparsity 0.3,0.5",
+        "wide sweep --set train.learning_rate=0.001,0.002 --stages calibrate,lora,eval --dry-run",
+    ),
+    "export": ("wide export --merge --out my-model", "wide export runs/lora-... --out routing"),
+    "generate": ("wide generate --prompt 'Once upon a time'", "wide generate --chat --prompt 'Name three rivers.'"),
+    "profile": ("wide profile --ttft --tpot", "wide profile --shape llama-3.1-8b --sparsity 0,0.5 --batch 1,8"),
+    "demo": ("wide demo",),
+    "report": ("wide report", "wide report runs/sweep-... --format html,csv --out page"),
+    "inspect": ("wide inspect", "wide inspect runs/calibrate-... --text wikitext2 --tokens 4096"),
+    "doctor": ("wide doctor",),
+}
+"""Name -> command lines that its help shows."""
+
+
 class LazyCommands(TyperGroup):
     """A command group that knows its commands by `COMMANDS` alone until one is called."""
 
@@ -51,7 +79,7 @@ class LazyCommands(TyperGroup):
         if self._listing:
             return self.commands[cmd_name]
         module = importlib.import_module(f"widecli.cli.{cmd_name}")
-        return _as_command(ends_in_a_sentence(getattr(module, cmd_name)), cmd_name)
+        return _with_keys(_as_command(ends_in_a_sentence(getattr(module, cmd_name)), cmd_name))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Writes the group's help without importing the commands."""
@@ -65,10 +93,29 @@ class LazyCommands(TyperGroup):
 def _as_command(function: Callable[..., Any], name: str) -> Any:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     text = function.__doc__ if function.__doc__ else COMMANDS[name]
-    app.command(name, help=text, short_help=COMMANDS[name], context_settings={"help_option_names": ["-h", "--help"]})(
-        function
-    )
+    app.command(
+        name,
+        help=text,
+        short_help=COMMANDS[name],
+        epilog="\n\n".join(("Examples:", *EXAMPLES.get(name, ()))),
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )(function)
     return typer.main.get_command(app)
+
+
+def _with_keys(command: Any) -> Any:
+    """A command whose flags say which recipe key they set, and its default where no other recipe is behind it."""
+    from widecli.cli.options import FLAG_KEYS
+    from widecli.recipe.keys import recipe_keys
+
+    for option in command.params:
+        key = FLAG_KEYS.get(option.name)
+        if key is None or not getattr(option, "help", None):
+            continue
+        default = recipe_keys()[key].default
+        known = command.name == "calibrate" and isinstance(default, (str, int, float))
+        option.help = f"{option.help.removesuffix('.')} ({key}{f', default {default}' if known else ''})."
+    return command
 
 
 def ends_in_a_sentence(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,11 +126,15 @@ def ends_in_a_sentence(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
-        from widecli.cli.console import complain
+        from widecli.cli.console import complain, warn
         from widecli.cli.launch import complain_as_rank
         from widecli.ranks import is_lost_contact
+        from widecli.storage import replace_unusable_caches
 
+        if not sys.stderr.isatty():  # transformers' and the Hub's bars, ours keep to terminals by themselves
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         try:
+            replace_unusable_caches(warn)
             command(*args, **kwargs)
         except WideError as error:
             if os.environ.get("WIDE_DEBUG") == "1":

@@ -12,12 +12,21 @@ from typing import IO, TYPE_CHECKING, Any
 from rich.console import Console
 
 from widecli.ranks import current
+from widecli.storage import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+_NO_EDGE = 10_000
+
+
+def _width() -> int | None:
+    """None = the terminal's. A file or a pipe has no edge at which tables would have to lose columns."""
+    return None if sys.stderr.isatty() or os.environ.get("COLUMNS") else _NO_EDGE
+
+
 # soft_wrap would lose tables; highlight off: figures in sentences stay uncoloured.
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, width=_width())
 """Everything for people: text, warnings, tables, bars. Writes to stderr."""
 
 _document_stream: list[IO[str]] = []
@@ -74,7 +83,7 @@ def emit_json(document: dict[str, Any]) -> None:
     if not current().is_first:
         return
     stream = _document_stream[-1] if _document_stream else sys.stdout
-    stream.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    stream.write(printable(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)) + "\n")
     stream.flush()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from widecli.cli.console import console, note
+from widecli.errors import UsageError
 
 if TYPE_CHECKING:
     from widecli.recipe.load import ResolvedRecipe
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
 # A bf16 matrix product measured there, and the memory that its driver reports: the dry run knows no device.
 _REFERENCE = ("H200", 790e12, 139.8)
 _GIB = 2**30
+_LOADING_S = 3.0
+_PASSES_OF_THE_START = 4  # over its text, each one forward and some backward
 
 
 def dry_run_document(resolved: ResolvedRecipe, command: str = "calibrate", ranks: int | None = None) -> dict[str, Any]:
@@ -21,17 +25,18 @@ def dry_run_document(resolved: ResolvedRecipe, command: str = "calibrate", ranks
     `ranks` None: as many as this process has joined.
     """
     from widecli.data.sources import open_source
-    from widecli.model.backbone import load_shape
+    from widecli.model.backbone import load_shape, refuse_beyond_positions
     from widecli.model.budget import Budget
     from widecli.model.plan import RoutingPlan
     from widecli.ranks import current
     from widecli.train.distributed import refuse_shares
-    from widecli.train.estimate import efficiency, estimate, remedies
+    from widecli.train.estimate import efficiency, estimate, longest_sequences, remedies
 
     recipe = resolved.recipe
     ranks = ranks or current().size
     refuse_shares(recipe.train.batch_size, ranks, recipe.train.micro_batch_size)
     shape = load_shape(recipe.model)
+    refuse_beyond_positions(recipe.model, longest_sequences(recipe))
     plan = RoutingPlan.from_recipe(recipe, shape)
     Budget.from_section(recipe.budget, plan, shape, recipe.data.sequence_length)
     value_bytes = 4 if recipe.model.dtype == "float32" else 2
@@ -63,6 +68,26 @@ def dry_run_document(resolved: ResolvedRecipe, command: str = "calibrate", ranks
     }
 
 
+def refuse_too_large(document: dict[str, Any]) -> None:
+    """Raise UsageError where weights and what is trained alone, without any activation, exceed this machine's memory.
+
+    `document` is the dry run's; its weights are in bf16 unless the recipe says float32.
+    """
+    import torch
+
+    from widecli.profiling.environment import ram_bytes
+
+    figures, on_gpu = document["estimate"], torch.cuda.is_available()
+    there = torch.cuda.get_device_properties("cuda").total_memory if on_gpu else ram_bytes()
+    needed = figures["weights_bytes"] + figures["trainable_bytes"]
+    if there and needed > there:
+        raise UsageError(
+            f"this cannot fit: the frozen model takes {_gigabytes(figures['weights_bytes'])} and what is trained "
+            f"{_gigabytes(figures['trainable_bytes'])}, and {'the GPU' if on_gpu else 'this machine'} has "
+            f"{_gigabytes(there)}; take a smaller routing.rank, compensation.rank or lora.rank, or a smaller model"
+        )
+
+
 def print_dry_run(document: dict[str, Any]) -> None:
     """The dry run as a table."""
     from rich.table import Table
@@ -80,6 +105,7 @@ def print_dry_run(document: dict[str, Any]) -> None:
     time = f"{duration(figures['seconds_on_reference'])} on {figures['reference']}"
     if figures["ranks"] > 1:
         time += f" ({figures['gpu_hours_on_reference']:.1f} GPU hours)"
+    time += time_here(figures["flops"])
     if figures["host_bytes"]:
         parts += (
             f"; beside it {_gigabytes(figures['host_bytes'] * figures['ranks'])} of weights in the machine's memory"
@@ -182,7 +208,43 @@ def print_expected_time(resolved: ResolvedRecipe, document: dict[str, Any]) -> N
     start = ", the closed-form start" if document["command"] == "calibrate" else ""
     steps = resolved.recipe.train.steps
     count = "1 step takes" if steps == 1 else f"{steps} steps take"
-    note(f"{count} about {duration(seconds)} on {where}, plus loading{start} and validation")
+    beside = _beside_the_steps(resolved, document) / (rate * reach) + _LOADING_S
+    note(
+        f"{count} about {duration(seconds)} on {where}; loading{start} and validation about {duration(beside)}, more "
+        "with a large model"
+    )
+
+
+def _beside_the_steps(resolved: ResolvedRecipe, document: dict[str, Any]) -> float:
+    """FLOPs of the start, as often as it reads its text, and of three looks at the held-out text, here a short one."""
+    from widecli.evaluate.texts import PERPLEXITY_TOKEN_CAPS
+    from widecli.model.plan import ModelShape
+    from widecli.train.estimate import backbone_parameters
+
+    recipe = resolved.recipe
+    forward = 2.0 * backbone_parameters(ModelShape(**document["shape"]))
+    read = 3.0 * PERPLEXITY_TOKEN_CAPS["pydoc-topics"] if recipe.data.validation else 0.0
+    if document["command"] == "calibrate" and recipe.routing.warm_start == "closed_form":
+        read += _PASSES_OF_THE_START * recipe.routing.warm_start_tokens
+    return forward * read
+
+
+def time_here(flops: float) -> str:
+    """What training FLOPs take on a machine without a GPU, which a dry run otherwise would not say; else nothing."""
+    rate = _cpu_rate()
+    return f"; on this machine, which has no GPU, about {duration(flops / rate)}" if rate else ""
+
+
+@functools.cache
+def _cpu_rate() -> float | None:
+    """FLOP/s that training reaches on this machine's CPU; None where there is a GPU."""
+    import torch
+
+    from widecli.model.backbone import default_device
+    from widecli.train.estimate import CPU_EFFICIENCY
+
+    device = default_device()
+    return _matrix_rate(device, torch.float32) * CPU_EFFICIENCY if device.type == "cpu" else None
 
 
 def _matrix_rate(device: Any, dtype: Any) -> float:

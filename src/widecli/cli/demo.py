@@ -104,7 +104,7 @@ def random_start(resolved: ResolvedRecipe, run_dir: str, offline: bool) -> dict[
     batches = warm_start_batches(job)
     meet_budget(job.routed, batches[:1], job.budget, passes=2)
     with job.routed.tracing() as trace:
-        _, result = measure_perplexity(
+        result = measure_perplexity(
             job.backbone.model,
             job.backbone.tokenizer,
             recipe.eval.perplexity[0],

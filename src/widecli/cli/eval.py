@@ -39,7 +39,9 @@ def eval(
     dense: Dense = True,
     run_dir: options.RunDir = None,
     overwrite: options.Overwrite = False,
+    beyond_positions: options.BeyondPositions = None,
     offline: options.Offline = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     nproc: options.Nproc = None,
     dry_run: options.DryRun = False,
     json: options.Json = False,
@@ -49,8 +51,10 @@ def eval(
     With --model and no checkpoint: that dense model alone.
     """
     offline = options.go_offline(offline)
+    options.trust_remote_code(trust_remote_code)
     with processes(None if dry_run else nproc), stdout_for_document(json):
         flags = {"tasks": tasks, "limit": limit, "data_root": data_root, "run_dir": run_dir, "model": model}
+        flags["beyond_positions"] = beyond_positions
         job, resolved = prepare(arguments, flags, with_dense=dense, offline=offline)
         document = describe(job) if dry_run else run_evaluation(job, resolved, overwrite=overwrite)
         if json:
@@ -65,7 +69,8 @@ def prepare(
     from widecli.evaluate.tasks import check_tasks
     from widecli.evaluate.texts import check_texts
     from widecli.model import checkpoint
-    from widecli.recipe.load import load_text
+    from widecli.model.backbone import refuse_beyond_positions
+    from widecli.recipe.load import load_stored
 
     target, rest = options.take_checkpoint(arguments or [])
     if target is None and flags.get("model") is None:
@@ -83,11 +88,14 @@ def prepare(
     resolved = options.recipe_from(rest, base=base, **flags)
     model = resolved.recipe.model
     if stored and flags.get("model") is None:
-        model = load_text(stored.read_text(), str(stored)).model
+        model = load_stored(stored).model
+        model = model.model_copy(update={"beyond_positions": resolved.recipe.model.beyond_positions})
     section = resolved.recipe.eval
     check_tasks(section.tasks, data_root=section.data_root, offline=offline)
     check_texts(section.perplexity)
-    return Evaluation(model, section, target, with_dense, offline), resolved
+    job = Evaluation(model, section, target, with_dense, offline, resolved.recipe.data.text_field)
+    refuse_beyond_positions(model, job.lengths)
+    return job, resolved
 
 
 def evaluation_name(job: Evaluation) -> str:
@@ -98,10 +106,9 @@ def evaluation_name(job: Evaluation) -> str:
     import hashlib
     import json
 
-    from widecli.evaluate.protocol import EvalProtocol
     from widecli.model.checkpoint import content_hash
 
-    protocol = json.dumps(EvalProtocol.from_section(job.section).as_dict(), sort_keys=True)
+    protocol = json.dumps(job.protocol.as_dict(), sort_keys=True)
     content = f"/{content_hash(job.checkpoint)}" if job.checkpoint else ""
     digest = hashlib.sha256(f"{protocol}{content}".encode()).hexdigest()[:8]
     if job.checkpoint is None:
@@ -114,10 +121,9 @@ def evaluation_name(job: Evaluation) -> str:
 
 def describe(job: Evaluation) -> dict[str, Any]:
     """What would be measured; loads neither weights nor data sets."""
-    from widecli.evaluate.protocol import EvalProtocol
     from widecli.model import checkpoint
 
-    protocol = EvalProtocol.from_section(job.section).as_dict()
+    protocol = job.protocol.as_dict()
     plan = checkpoint.read_config(job.checkpoint).plan.to_json() if job.checkpoint else None
     note(f"would evaluate {job.checkpoint or 'the dense model'} on {job.model.name}")
     for key in ("perplexity", "tasks", "limit", "max_length", "data"):
@@ -141,8 +147,8 @@ def run_evaluation(job: Evaluation, resolved: ResolvedRecipe, *, overwrite: bool
     recipe = resolved.recipe.model_copy(update={"model": job.model})
     if job.checkpoint:
         options.refuse_own_directory(recipe.track.run_dir, job.checkpoint)
-    run = open_run("eval", evaluation_name(job), replace(resolved, recipe=recipe), overwrite=overwrite)
-    run.write_environment()
-    summary = run.write_summary(evaluate(job, note, run.write_json))
+    with open_run("eval", evaluation_name(job), replace(resolved, recipe=recipe), overwrite=overwrite) as run:
+        run.write_environment()
+        summary = run.write_summary(evaluate(job, note, run.write_json))
     print_evaluation(summary)
     return summary

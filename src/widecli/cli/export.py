@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from widecli.cli import options
-from widecli.cli.console import emit_json, note, stdout_for_document
+from widecli.cli.console import emit_json, note, stdout_for_document, warn
 from widecli.errors import UsageError
+from widecli.storage import given_path, held, refuse_name_for_tensors
 
 Checkpoint = Annotated[
     str | None,
@@ -36,6 +37,7 @@ def export(
     model: options.Model = None,
     overwrite: options.Overwrite = False,
     offline: options.Offline = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
     """Write a checkpoint as a folder of its own, with a model card that holds what its runs measured.
@@ -45,10 +47,11 @@ def export(
     which need their base model. `wide eval FOLDER` takes both.
     """
     options.go_offline(offline)
+    options.trust_remote_code(trust_remote_code)
     with stdout_for_document(json):
-        document = run_export(
-            find(checkpoint), out.expanduser(), merge=merge, dtype=dtype, model=model, overwrite=overwrite
-        )
+        out = given_path(str(out))
+        with held(out, "--out", warn):
+            document = run_export(find(checkpoint), out, merge=merge, dtype=dtype, model=model, overwrite=overwrite)
         if json:
             emit_json(document)
 
@@ -59,11 +62,7 @@ def find(checkpoint: str | None) -> Path:
 
     if checkpoint is not None:
         return resolve(checkpoint)
-    newest = options.newest_checkpoint()
-    if newest is None:
-        raise UsageError("there is no checkpoint below runs/: name one")
-    note(f"exporting the newest checkpoint, {newest}")
-    return newest
+    return options.the_newest_checkpoint("exporting")
 
 
 def run_export(
@@ -74,7 +73,7 @@ def run_export(
     from widecli.model.backbone import load_backbone, stored_dtype
     from widecli.model.checkpoint import read_config, refuse_incomplete
     from widecli.model.export import MergeCheck, export_copy, export_merged
-    from widecli.recipe.load import load_text
+    from widecli.recipe.load import load_stored
 
     config = read_config(source)
     if config.merged is not None:
@@ -86,7 +85,7 @@ def run_export(
     refuse_occupied(out, source, overwrite)
     check: MergeCheck | None = None
     if merge:
-        section = load_text(stored.read_text(encoding="utf-8"), str(stored)).model
+        section = load_stored(stored).model
         if model is not None:
             section = section.model_copy(update={"name": model, "revision": None})
         section = section.model_copy(update={"dtype": stored_dtype(section) if dtype == "auto" else dtype})
@@ -118,6 +117,7 @@ def refuse_occupied(out: Path, source: Path, overwrite: bool) -> None:
     """Only an empty or new folder is written to; with `overwrite` also an earlier export."""
     from widecli.model.checkpoint import CONFIG
 
+    refuse_name_for_tensors(out, "--out")
     options.refuse_own_directory(str(out), source)
     if source.resolve() in out.resolve().parents:
         raise UsageError(f"{out} lies inside the checkpoint {source}; name another folder")

@@ -52,7 +52,9 @@ def generate(
     chat: Chat = False,
     dense: Dense = False,
     model: options.Model = None,
+    beyond_positions: options.BeyondPositions = None,
     offline: options.Offline = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
     """Continue a prompt. The text goes to stdout as it comes; speed and the share skipped go to stderr.
@@ -60,12 +62,15 @@ def generate(
     With --model and no checkpoint: that dense model.
     """
     from widecli.engine.sampling import Sampling
+    from widecli.engine.text import refuse_undecoded
 
     options.go_offline(offline)
+    options.trust_remote_code(trust_remote_code)
     with stdout_for_document(json):
         text = _prompt(prompt, prompt_file)
+        refuse_undecoded(text)
         sampling = Sampling(temperature, top_p, seed)
-        loaded, source = _load(checkpoint, model, dense=dense)
+        loaded, source = _load(checkpoint, model, dense=dense, beyond_positions=bool(beyond_positions))
         document = _run(loaded, text, max_new_tokens, sampling, chat=chat, stream=not json)
         if json:
             emit_json({**document, "checkpoint": source})
@@ -77,13 +82,18 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     if file is None:
         assert prompt is not None
         return prompt
+    from_stdin = str(file) == "-"
     try:
-        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        # bytes, decoded here: what stdin does with those that are no UTF-8 depends on the locale
+        return (sys.stdin.buffer.read() if from_stdin else file.read_bytes()).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} cannot be read as text ({error})") from error
+        where = "standard input" if from_stdin else file
+        raise UsageError(f"{where} cannot be read as UTF-8 text ({error})") from error
 
 
-def _load(checkpoint: Path | None, model: str | None, *, dense: bool) -> tuple[InferenceModel, str | None]:
+def _load(
+    checkpoint: Path | None, model: str | None, *, dense: bool, beyond_positions: bool
+) -> tuple[InferenceModel, str | None]:
     """The model and the checkpoint it came from."""
     if model is not None and checkpoint is not None:
         raise UsageError(f"{checkpoint} names its own model; leave out --model, or the checkpoint")
@@ -95,7 +105,8 @@ def _load(checkpoint: Path | None, model: str | None, *, dense: bool) -> tuple[I
     from widecli.engine.model import InferenceModel
 
     if checkpoint is not None:
-        return InferenceModel.from_checkpoint(checkpoint, dense=dense), str(checkpoint)
+        found = InferenceModel.from_checkpoint(checkpoint, dense=dense, beyond_positions=beyond_positions)
+        return found, str(checkpoint)
     from widecli.model.backbone import load_backbone
     from widecli.model.standalone import dense_alone
     from widecli.recipe.schema import ModelSection
@@ -103,7 +114,8 @@ def _load(checkpoint: Path | None, model: str | None, *, dense: bool) -> tuple[I
     assert model is not None
     if said := dense_alone(model):
         note(said)
-    return InferenceModel.from_dense(load_backbone(ModelSection(name=model))), None
+    section = ModelSection(name=model, beyond_positions=beyond_positions)
+    return InferenceModel.from_dense(load_backbone(section)), None
 
 
 def _run(

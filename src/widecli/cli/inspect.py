@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from widecli.cli import options
-from widecli.cli.console import console, emit_json, note, stdout_for_document
+from widecli.cli.console import console, emit_json, note, stdout_for_document, warn
 
 if TYPE_CHECKING:
     from widecli.inspection.observe import Observation
@@ -19,7 +19,14 @@ FORMATS = ("html", "png", "svg")
 TOKENS_SHOWN = 96  # columns of a heat map that can still be read
 LEAST_COUNT = 3  # a token seen less often says nothing about its kind
 
-Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint or a run directory with one.")]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[CHECKPOINT]",
+        help="A checkpoint or a run directory with one (default: the newest below runs/).",
+        show_default=False,
+    ),
+]
 Text = Annotated[
     str, typer.Option("--text", help="wikitext2, pydoc-topics, or a .txt or .jsonl[.gz] file.", show_default=True)
 ]
@@ -31,7 +38,7 @@ Formats = Annotated[
 
 
 def inspect(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint = None,
     text: Text = "pydoc-topics",
     tokens: Tokens = 2048,
     formats: Formats = None,
@@ -39,6 +46,7 @@ def inspect(
     run_dir: options.RunDir = None,
     overwrite: options.Overwrite = False,
     offline: options.Offline = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
 ) -> None:
     """Show what the routers decide on a text: skip rates by layer and group, which words run, constant groups, entropy,
@@ -46,13 +54,14 @@ def inspect(
     skipped groups leave beside what they would have added.
     """
     offline = options.go_offline(offline)
+    options.trust_remote_code(trust_remote_code)
     with stdout_for_document(json):
         from widecli.cli.report import chosen_formats, drawable
 
         asked = formats is not None
         wanted = drawable(chosen_formats(formats, FORMATS) if asked else ["html", "png"], asked=asked)
         summary = run_inspection(
-            checkpoint,
+            checkpoint or options.the_newest_checkpoint("inspecting"),
             text,
             tokens,
             wanted,
@@ -81,49 +90,52 @@ def run_inspection(
     from widecli.inspection.observe import observe
     from widecli.inspection.statistics import statistics
     from widecli.model.checkpoint import refuse_incomplete, resolve, section_of
+    from widecli.recipe.files import recipe_text
     from widecli.track.run import Run
 
     check_texts([text])
     directory = resolve(checkpoint)
     refuse_incomplete(directory)
-    recipe = (directory / "recipe.yaml").read_text(encoding="utf-8")
-    run = Run.create(
-        "inspect", inspection_name(directory, text, tokens), recipe_yaml=recipe, run_dir=run_dir, overwrite=overwrite
-    )
-    run.write_environment()
-    model = section_of(directory)
-    seen = observe(directory, model, text, tokens=tokens, data_root=data_root, offline=offline, note=note)
-    found = statistics(seen)
-    files = write_pictures(run, seen, found, formats)
-    summary = run.write_summary(
-        {
-            "model": seen.model,
-            "plan": seen.config.plan.to_json(),
-            "steps": seen.config.step,
-            "recipe_hash": seen.config.recipe_hash,
-            "checkpoint": str(directory),
-            "skip_rate": seen.summary["skip_rate"],
-            "flops_skipped": seen.summary["flops_skipped"],
-            "text": seen.text,
-            "tokens": len(seen.tokens),
-            "first_tokens": list(seen.tokens[:TOKENS_SHOWN]),
-            **found.as_dict(TOKENS_SHOWN),
-            "files": files,
-        }
-    )
+    recipe = recipe_text(directory / "recipe.yaml")
+    name = inspection_name(directory, text, tokens)
+    with Run.held("inspect", name, recipe_yaml=recipe, run_dir=run_dir, overwrite=overwrite, warn=warn) as run:
+        run.write_environment()
+        model = section_of(directory)
+        seen = observe(directory, model, text, tokens=tokens, data_root=data_root, offline=offline, note=note)
+        found = statistics(seen)
+        files = write_pictures(run, seen, found, formats)
+        summary = run.write_summary(
+            {
+                "model": seen.model,
+                "plan": seen.config.plan.to_json(),
+                "steps": seen.config.step,
+                "recipe_hash": seen.config.recipe_hash,
+                "checkpoint": str(directory),
+                "skip_rate": seen.summary["skip_rate"],
+                "flops_skipped": seen.summary["flops_skipped"],
+                "text": seen.text,
+                "tokens": len(seen.tokens),
+                "first_tokens": list(seen.tokens[:TOKENS_SHOWN]),
+                **found.as_dict(TOKENS_SHOWN),
+                "files": files,
+            }
+        )
     show(seen, found)
-    for name in files:
-        if name.endswith(".html"):
-            note(f"html: {run.path / name}")
+    for file in files:
+        if file.endswith(".html"):
+            note(f"html: {run.path / file}")
     note(f"run: {run.path}")
     return summary
 
 
 def inspection_name(directory: Path, text: str, tokens: int) -> str:
-    """`<run>-<step>-<text>-<tokens>`."""
+    """`<run>-<step>-<text>-<tokens>`, the text as evaluations call it."""
+    from widecli.evaluate.texts import METRIC, perplexity_keys
+
     path = directory.resolve()
     owner = path.parent.parent.name if path.parent.name == "checkpoints" else path.parent.name
-    return f"{owner.removeprefix('calibrate-')}-{path.name}-{Path(text).name.split('.')[0]}-{tokens}"
+    called = perplexity_keys([text])[text].removesuffix(f"/{METRIC}")
+    return f"{owner.removeprefix('calibrate-')}-{path.name}-{called}-{tokens}"
 
 
 def write_pictures(run: Run, seen: Observation, found: Statistics, formats: list[str]) -> list[str]:

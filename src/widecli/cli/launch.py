@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from widecli import ranks
-from widecli.cli.console import complain, console
+from widecli.cli.console import complain, console, warn
 from widecli.errors import Preempted, UsageError, WideError
 
 if TYPE_CHECKING:
@@ -143,10 +143,14 @@ def _record(error: Exception) -> None:
         get_error_handler().record_exception(error)
 
 
-def open_run(command: str, name: str, resolved: ResolvedRecipe, *, overwrite: bool, resume: bool = False) -> Run:
-    """The run directory that the first rank makes and all others see.
+@contextlib.contextmanager
+def open_run(
+    command: str, name: str, resolved: ResolvedRecipe, *, overwrite: bool, resume: bool = False
+) -> Iterator[Run]:
+    """The run directory that the first rank makes, and keeps other processes out of, and all others see.
 
-    Raises UsageError when ranks have another recipe or other code, or when a machine does not see the directory.
+    Raises UsageError when ranks have another recipe or other code, or when a machine does not see the directory;
+    WideError when another process works on it.
     """
     from widecli.recipe.load import dump
     from widecli.track.run import Run, directory
@@ -154,20 +158,24 @@ def open_run(command: str, name: str, resolved: ResolvedRecipe, *, overwrite: bo
     group = ranks.current()
     if group.size > 1:
         group.refuse_differences({**_recipe_facts(resolved), "the name of the run": name, **_code_facts()})
-    path = directory(command, name, resolved.recipe.track.run_dir)
-    if not group.is_first:
-        run = Run(path, command, writes=False)
-    else:
-        run = Run.create(
-            command,
-            name,
-            recipe_yaml=dump(resolved.recipe),
-            run_dir=resolved.recipe.track.run_dir,
-            overwrite=overwrite,
-            resume=resume,
-        )
-    group.refuse_private_folder(run.path)
-    return run
+    run_dir = resolved.recipe.track.run_dir
+    with contextlib.ExitStack() as stack:
+        if not group.is_first:
+            run = Run(directory(command, name, run_dir), command, writes=False)
+        else:
+            run = stack.enter_context(
+                Run.held(
+                    command,
+                    name,
+                    recipe_yaml=dump(resolved.recipe),
+                    run_dir=run_dir,
+                    overwrite=overwrite,
+                    resume=resume,
+                    warn=warn,
+                )
+            )
+        group.refuse_private_folder(run.path)
+        yield run
 
 
 def _recipe_facts(resolved: ResolvedRecipe) -> dict[str, Any]:

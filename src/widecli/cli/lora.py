@@ -41,7 +41,9 @@ def lora(
     run_dir: options.RunDir = None,
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
+    beyond_positions: options.BeyondPositions = None,
     offline: options.Offline = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     nproc: options.Nproc = None,
     dry_run: options.DryRun = False,
     json: options.Json = False,
@@ -51,6 +53,7 @@ def lora(
     Without a recipe: the calibration's own text, steps and budget, at its last temperature.
     """
     offline = options.go_offline(offline)
+    options.trust_remote_code(trust_remote_code)
     with processes(None if dry_run else nproc), stdout_for_document(json):
         flags = {
             "model": model,
@@ -61,6 +64,7 @@ def lora(
             "freeze_routers": freeze_routers,
             "wandb": wandb,
             "run_dir": run_dir,
+            "beyond_positions": beyond_positions,
         }
         start, resolved = prepare(arguments, flags, dry_run=dry_run)
         if start is None:
@@ -78,7 +82,7 @@ def prepare(
 ) -> tuple[Path | None, ResolvedRecipe]:
     """The checkpoint and the recipe that a command line asks for; only a dry run of a recipe does without the first."""
     from widecli.model.checkpoint import refuse_incomplete
-    from widecli.recipe.load import load_text
+    from widecli.recipe.load import load_stored
 
     start, rest = options.take_checkpoint(arguments or [])
     recipe, _ = options.split_arguments(rest)
@@ -92,7 +96,7 @@ def prepare(
         return None, options.recipe_from(rest, command="lora", **flags)
     refuse_incomplete(start)
     stored = start / "recipe.yaml"
-    calibrated = load_text(stored.read_text(encoding="utf-8"), str(stored))
+    calibrated = load_stored(stored)
     if recipe is None:
         rest = [*second_stage(calibrated), *rest]
     resolved = options.recipe_from(rest, base=str(stored), command="lora", **flags)
@@ -170,11 +174,12 @@ def run_lora(
     resolved: ResolvedRecipe, start: Path, *, resume: bool = False, overwrite: bool = False, offline: bool = False
 ) -> dict[str, Any]:
     """Run (or continue) the second stage of a checkpoint; returns its summary."""
-    from widecli.cli.cost_card import dry_run_document
+    from widecli.cli.cost_card import dry_run_document, refuse_too_large
     from widecli.cli.training import run_stage
     from widecli.train.lora import lora as train
 
     expected = dry_run_document(resolved, "lora")  # refuses what cannot work before anything is created or loaded
+    refuse_too_large(expected)
     options.refuse_own_directory(resolved.recipe.track.run_dir, start)
     return run_stage(
         resolved,

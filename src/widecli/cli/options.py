@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from widecli.errors import UsageError
+from widecli.storage import given_path
 
 if TYPE_CHECKING:
     from widecli.recipe.load import ResolvedRecipe
@@ -69,9 +70,18 @@ DataRoot = Annotated[
     typer.Option("--data-root", help="Folder with data sets under their Hub ids.", rich_help_panel=_RECIPE),
 ]
 Wandb = Annotated[str | None, typer.Option("--wandb", help="auto, online, offline or off.", rich_help_panel=_RECIPE)]
+BeyondPositions = Annotated[
+    bool | None,
+    typer.Option(
+        "--beyond-positions",
+        help="Allow sequences longer than the model is made for.",
+        rich_help_panel=_RECIPE,
+        show_default=False,
+    ),
+]
 RunDir = Annotated[
     str | None,
-    typer.Option("--run-dir", help="Directory of this run; default runs/<command>-<name>.", rich_help_panel=_RECIPE),
+    typer.Option("--run-dir", help="Directory of this run; else runs/<command>-<name>.", rich_help_panel=_RECIPE),
 ]
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.", rich_help_panel=_RUN)]
@@ -95,6 +105,39 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue an existing run
 Offline = Annotated[
     bool, typer.Option("--offline", help="Use only what is on this machine, never the Hub.", rich_help_panel=_RUN)
 ]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run Python code that comes with the model, if it has any.", rich_help_panel=_RUN
+    ),
+]
+
+
+def _print_keys(wanted: bool) -> None:
+    """Every recipe key with its default and what it is for, section by section."""
+    if not wanted:
+        return
+    import json
+
+    from widecli.recipe.keys import accepted, recipe_keys
+
+    for key, field in recipe_keys().items():
+        default = field.get_default(call_default_factory=True)
+        shown = default if isinstance(default, str) else json.dumps(default)
+        typer.echo(f"{key}={shown}\n    {f'{field.description}; ' if field.description else ''}{accepted(field)}")
+    raise typer.Exit
+
+
+Keys = Annotated[
+    bool,
+    typer.Option(
+        "--keys",
+        callback=_print_keys,
+        is_eager=True,
+        help="List every recipe key with its default and what it takes, and end.",
+        rich_help_panel=_RUN,
+    ),
+]
 
 FLAG_KEYS: Mapping[str, str] = {
     "model": "model.name",
@@ -110,6 +153,7 @@ FLAG_KEYS: Mapping[str, str] = {
     "data_root": "eval.data_root",
     "wandb": "track.wandb",
     "run_dir": "track.run_dir",
+    "beyond_positions": "model.beyond_positions",
 }
 """Parameter name of a flag -> the recipe key that it sets."""
 
@@ -119,14 +163,27 @@ def split_arguments(arguments: Sequence[str] | None) -> tuple[str | None, list[s
     recipe: str | None = None
     overrides: list[str] = []
     for argument in arguments or ():
-        # A path may hold "=" (hive-style folders): an existing file is a recipe, whatever its name.
-        if argument.startswith("~") or ("=" in argument and not Path(argument).is_file()):
+        if is_change(argument):
             overrides.append(argument)
         elif recipe is None:
             recipe = argument
         else:
             raise UsageError(f"Unexpected argument {argument!r}: the recipe is {recipe!r}, and changes are key=value.")
     return recipe, overrides
+
+
+def is_change(argument: str) -> bool:
+    """Whether an argument is `key=value` or `~key`, and not a path: those may hold "=" and begin with "~", too."""
+    from widecli.recipe.keys import known_key
+
+    key, equals, _ = argument.removeprefix("~").partition("=")
+    if known_key(key.strip()) is not None and argument != key:
+        return True
+    if not (equals or argument.startswith("~")) or given_path(argument).exists():
+        return False
+    if "/" in key:
+        raise UsageError(f"there is no {argument}: it is neither a path that is here nor a change to a recipe key")
+    return True
 
 
 def recipe_from(
@@ -157,8 +214,8 @@ def take_checkpoint(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
     rest = list(arguments)
     for i, argument in enumerate(rest):
-        path = Path(argument)
-        if "=" not in argument and path.is_dir():
+        path = given_path(argument)
+        if path.is_dir() and not is_change(argument):
             return checkpoint.resolve(path), rest[:i] + rest[i + 1 :]
     recipe, _ = split_arguments(rest)
     if recipe is not None and not is_recipe(recipe):
@@ -178,10 +235,21 @@ def newest_checkpoint(accept: Callable[[Path], bool] = lambda _: True) -> Path |
     return None
 
 
+def the_newest_checkpoint(doing: str) -> Path:
+    """`newest_checkpoint`, told to people as what is being done to it; raises UsageError where there is none."""
+    from widecli.cli.console import note
+
+    newest = newest_checkpoint()
+    if newest is None:
+        raise UsageError("there is no checkpoint below runs/: name one, or run wide calibrate first")
+    note(f"{doing} the newest checkpoint, {newest}")
+    return newest
+
+
 def refuse_own_directory(target: str | None, checkpoint: Path) -> None:
     """Refuses to write a run (`--run-dir`) or an export over the checkpoint that it starts from, or its run."""
     path = checkpoint.resolve()
-    if target and Path(target).expanduser().resolve() in (path, *path.parents):
+    if target and given_path(target).resolve() in (path, *path.parents):
         raise UsageError(f"{target} holds the checkpoint {checkpoint}; name another directory")
 
 
@@ -213,3 +281,11 @@ def go_offline(offline: bool) -> bool:
         os.environ["HF_HUB_OFFLINE"] = "1"
         os.environ["HF_DATASETS_OFFLINE"] = "1"
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def trust_remote_code(trusted: bool) -> None:
+    """Lets Python code that comes with a model run, in this process and in those that it starts; else it never does."""
+    if trusted:
+        from widecli.model.pretrained import TRUST_REMOTE_CODE
+
+        os.environ[TRUST_REMOTE_CODE] = "1"

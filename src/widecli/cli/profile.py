@@ -12,6 +12,7 @@ from widecli.cli.console import emit_json, note, stdout_for_document
 
 if TYPE_CHECKING:
     from widecli.profiling.request import Flags, Request
+    from widecli.profiling.subject import Settings
 
 _GRID = "What is measured"
 
@@ -101,7 +102,9 @@ def profile(
     run_dir: options.RunDir = None,
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
+    beyond_positions: options.BeyondPositions = None,
     offline: options.Offline = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     dry_run: options.DryRun = False,
     json: options.Json = False,
 ) -> None:
@@ -110,6 +113,7 @@ def profile(
     A checkpoint runs its own decisions on real text; --masks random, --shape and --model run random masks.
     """
     offline = options.go_offline(offline)
+    options.trust_remote_code(trust_remote_code)
     with stdout_for_document(json):
         from widecli.cli.profile_run import recorded_at, run_profile, standing
         from widecli.profiling.request import Flags, read
@@ -137,6 +141,7 @@ def profile(
             compare_hf=compare_hf,
             dense=dense,
             seconds=seconds,
+            beyond_positions=bool(beyond_positions),
         )
         if checkpoint is None and shape is None and model is None:
             flags = _by_itself(flags)
@@ -152,7 +157,7 @@ def profile(
             Run.check("profile", request.run_name, run_dir=run_dir, overwrite=overwrite, resume=resume)
             document = describe(request, standing(path, request).kept if continues else frozenset())
         else:
-            words = _text(text, data_root, offline) if request.settings.masks == "learned" else ""
+            words = _text(text, data_root, offline, request.settings) if request.settings.masks == "learned" else ""
             document = run_profile(request, words, wandb=wandb, run_dir=run_dir, resume=resume, overwrite=overwrite)
         if json:
             emit_json(document)
@@ -162,7 +167,7 @@ def _by_itself(flags: Flags) -> Flags:
     """The newest checkpoint, else the embedded model."""
     from dataclasses import replace
 
-    from widecli.model.backbone import EMBEDDED
+    from widecli.model.shapes import EMBEDDED
 
     found = options.newest_checkpoint()
     if found is not None:
@@ -172,11 +177,12 @@ def _by_itself(flags: Flags) -> Flags:
     return replace(flags, model=EMBEDDED)
 
 
-def _text(name: str, data_root: str | None, offline: bool) -> str:
-    from widecli.evaluate.texts import check_texts, perplexity_text
+def _text(name: str, data_root: str | None, offline: bool, settings: Settings) -> str:
+    from widecli.evaluate.texts import beginning, check_texts, perplexity_text
+    from widecli.profiling.subject import characters_read
 
     check_texts([name])
-    return perplexity_text(name, data_root, offline)[1]
+    return beginning(perplexity_text(name, data_root, offline)[1], characters_read(settings))
 
 
 def describe(request: Request, kept: frozenset[tuple[int, int]]) -> dict[str, Any]:

@@ -31,12 +31,13 @@ def run_profile(
 
     Raises WideError when another process measures into it.
     """
-    from widecli.track.run import directory, held
+    from widecli.storage import held
+    from widecli.track.run import directory
 
     if request.checkpoint and run_dir:
         options.refuse_own_directory(run_dir, request.checkpoint)
     path = directory("profile", request.run_name, run_dir)
-    with held(path):
+    with held(path, warn=warn):
         kept: frozenset[tuple[int, int]] = frozenset()
         if resume and not overwrite:  # of both the run says that they do not go together
             found = standing(path, request)

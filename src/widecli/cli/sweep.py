@@ -42,7 +42,9 @@ def sweep(
     mem: sweep_options.Mem = None,
     max_jobs: sweep_options.MaxJobs = None,
     sbatch: sweep_options.Sbatch = None,
+    beyond_positions: options.BeyondPositions = None,
     offline: options.Offline = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     dry_run: options.DryRun = False,
     json: options.Json = False,
 ) -> None:
@@ -55,8 +57,10 @@ def sweep(
     from widecli.cli.sweep_run import end, run_sweep
 
     offline = options.go_offline(offline)
+    options.trust_remote_code(trust_remote_code)
     with stdout_for_document(json):
         flags: dict[str, Any] = {"model": model, "data": data, "steps": steps, "tasks": tasks, "limit": limit}
+        flags["beyond_positions"] = beyond_positions
         flags |= {"data_root": data_root, "wandb": wandb, "run_dir": run_dir}
         flags |= {"executor": executor, "retries": retries, "partition": partition, "account": account, "time": time}
         flags |= {"gpus": gpus, "cpus": cpus, "mem": mem, "max_jobs": max_jobs}
@@ -135,7 +139,7 @@ def plan_sweep(recipe: Recipe, plan: Plan, folder: Path) -> dict[str, Any]:
 
     document = {"schema": "wide.dry_run/1", "command": "sweep", **manifest(folder, recipe, plan)}
     document |= {"executor": recipe.sweep.executor}
-    total, counted = 0.0, set()
+    total, flops, counted = 0.0, 0.0, set()
     for row, jobs, estimate in zip(document["points"], plan.of_point, plan.estimates, strict=True):
         row["estimate"] = estimate
         row["seconds_on_reference"] = sum(figures["seconds_on_reference"] for figures in estimate.values())
@@ -144,8 +148,9 @@ def plan_sweep(recipe: Recipe, plan: Plan, folder: Path) -> dict[str, Any]:
             if not jobs[stage].state.is_over and jobs[stage].name not in counted:
                 counted.add(jobs[stage].name)
                 total += figures["seconds_on_reference"]
+                flops += figures["flops"]
             document["reference"] = figures["reference"]
-    document |= {"seconds_on_reference": total, "reference": document.get("reference", "one H200")}
+    document |= {"seconds_on_reference": total, "flops": flops, "reference": document.get("reference", "one H200")}
     if recipe.sweep.executor == "slurm":
         document["sbatch"] = sbatch_options(recipe.sweep.slurm)
     print_grid(plan, document)

@@ -159,7 +159,8 @@ class _Builder:
 
         recipe, file = point.resolved.recipe, self.file(point)
         changes = _differences(point.calibration.recipe.eval, recipe.eval, "eval")
-        name = evaluation_name(Evaluation(recipe.model, recipe.eval, None, True, bool(self.options)))
+        field = point.calibration.recipe.data.text_field
+        name = evaluation_name(Evaluation(recipe.model, recipe.eval, None, True, bool(self.options), field))
         return self.job(
             f"eval-{name}",
             "eval",
@@ -219,7 +220,7 @@ def _directory(command: str, name: str) -> Path:
 
 def _calibrations() -> dict[str, Path]:
     """The calibrations below runs/ by what they depend on, finished ones first, however they are called."""
-    from widecli.recipe.load import load_text
+    from widecli.recipe.load import load_stored
     from widecli.sweep.grid import calibration_key
     from widecli.track.run import RUNS, Run
 
@@ -231,7 +232,7 @@ def _calibrations() -> dict[str, Path]:
         if (summary["command"] if summary else path.name.split("-", 1)[0]) != "calibrate":
             continue
         try:
-            key = calibration_key(load_text((path / "recipe.yaml").read_text(encoding="utf-8"), str(path)))
+            key = calibration_key(load_stored(path / "recipe.yaml"))
         except (WideError, OSError, UnicodeDecodeError):
             continue  # of another version
         if summary or key not in found:
@@ -257,10 +258,10 @@ def _evaluation_run(start: Path, section: EvalSection) -> Path:
 def _changes(run: Path, section: EvalSection) -> list[str]:
     """What `wide eval RUN` has to be told: the run's own recipe may measure something else."""
     from widecli.model.checkpoint import resolve
-    from widecli.recipe.load import load_text
+    from widecli.recipe.load import load_stored
 
     stored = resolve(run) / "recipe.yaml"
-    return _differences(load_text(stored.read_text(encoding="utf-8"), str(stored)).eval, section, "eval")
+    return _differences(load_stored(stored).eval, section, "eval")
 
 
 def _differences(before: Any, after: Any, section: str) -> list[str]:

@@ -32,7 +32,8 @@ Stages = Annotated[
     ),
 ]
 JobsPerGpu = Annotated[
-    int, typer.Option("--jobs-per-gpu", min=1, help="Processes that share a GPU here.", rich_help_panel=_PLACE)
+    int,
+    typer.Option("--jobs-per-gpu", min=1, help="Processes that share a GPU, or the CPU, here.", rich_help_panel=_PLACE),
 ]
 ExecutorName = Annotated[
     str | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from widecli.cli.console import note, warn
@@ -69,6 +70,7 @@ def _executor(
     recipe: Recipe, plan: Plan, folder: Path, jobs_per_gpu: int, lock: int
 ) -> tuple[Executor, Mapping[Job, Handle], str]:
     """Where the jobs run, those that are on their way there already, and the place in words."""
+    from widecli.profiling.environment import usable_cores
     from widecli.sweep.local import LocalExecutor, visible_gpus
     from widecli.sweep.slurm import SlurmExecutor
     from widecli.sweep.slurm_follow import numbers_in_queue
@@ -86,6 +88,9 @@ def _executor(
             f"end them with scancel first"
         )
     gpus = visible_gpus()
+    if not gpus and jobs_per_gpu > 1:  # they share its cores
+        threads = max(1, usable_cores() // jobs_per_gpu)
+        environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(threads)
     devices = {0: "the CPU", 1: "one GPU"}.get(len(gpus), f"{len(gpus)} GPUs")
     return LocalExecutor(gpus, jobs_per_gpu, environment, keep_open=(lock,)), {}, devices
 

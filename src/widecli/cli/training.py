@@ -51,17 +51,17 @@ def run_stage(
     from widecli.cli.cost_card import print_expected_time
     from widecli.cli.tables import print_training
 
-    run = open_run(command, name, resolved, overwrite=overwrite, resume=resume)
-    summary: dict[str, Any] | None = current().from_first(run.summary()) if resume else None
-    if summary:
-        note(f"{run.path} is finished already")
-    else:
-        print_expected_time(resolved, expected)
-        try:
-            summary = tracked(resolved, run, lambda bar: train(run, bar))
-        except KeyboardInterrupt:
-            note(f"{run.path} holds what was saved until now: --resume continues it")
-            raise
+    with open_run(command, name, resolved, overwrite=overwrite, resume=resume) as run:
+        summary: dict[str, Any] | None = current().from_first(run.summary()) if resume else None
+        if summary:
+            note(f"{run.path} is finished already")
+        else:
+            print_expected_time(resolved, expected)
+            try:
+                summary = tracked(resolved, run, lambda bar: train(run, bar))
+            except KeyboardInterrupt:
+                note(f"{run.path} holds what was saved until now: --resume continues it")
+                raise
     print_training(summary)
     return summary
 

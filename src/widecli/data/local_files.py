@@ -6,12 +6,15 @@ import glob
 import hashlib
 import heapq
 import json
+import os
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from widecli.data.file_formats import FORMATS, Document, open_documents, text_bytes
+from widecli.data.file_formats import FORMATS, Document, format_of, open_documents, text_bytes
 from widecli.errors import UsageError
+from widecli.storage import given_path
 
 # Documents held for shuffling, over all files together. A corpus below this size is shuffled completely.
 SHUFFLE_BYTES = 128 * 2**20
@@ -22,13 +25,13 @@ _GLOB = frozenset("*?[")
 
 def is_local(name: str) -> bool:
     """Whether a name can only mean local files: it exists, is a glob, is written as a path or ends as one."""
-    path = Path(name).expanduser()
+    path = given_path(name)
     return (
         path.exists()
         or bool(_GLOB & set(name))
         or name.startswith(("/", "./", "../", "~"))
         or name.count("/") > 1
-        or _format(path) is not None
+        or format_of(path) is not None
         or path.suffix in (".json", ".csv", ".zst", ".gz")  # not read, but surely no Hub id: the message can say so
     )
 
@@ -36,28 +39,75 @@ def is_local(name: str) -> bool:
 def find_files(names: Sequence[str]) -> list[Path]:
     """The files that names, folders (searched recursively) and globs stand for: absolute, sorted, each once.
 
-    Raises UsageError when a name matches nothing that can be read.
+    Links are followed, to files and to folders; what a link's own name ends in says how it is read. What exists under
+    a glob's very name is that. Raises UsageError when a name matches nothing that can be read, and for a link to
+    nothing or a folder that cannot be looked into.
     """
-    found: set[Path] = set()
+    found: dict[str, Path] = {}  # by where links lead
     for name in names:
-        path = Path(name).expanduser()
+        path = given_path(name)
         if path.is_dir():
-            files = [file for file in path.rglob("*") if not _is_hidden(file.relative_to(path))]
+            files = list(_below(path, set()))
         elif path.exists():
-            if _format(path) is None:
+            if format_of(path) is None:
                 raise UsageError(f"{name} is not a kind of file that is read here: use {', '.join(FORMATS)}")
             files = [path]
+        elif path.is_symlink():
+            _refuse_dangling(path)
+            files = []
         elif _GLOB & set(name):
-            files = [Path(match) for match in glob.glob(str(path), recursive=True)]  # noqa: PTH207 (absolute patterns)
+            seen: set[str] = set()
+            files = [file for match in _matches(path) for file in (_below(match, seen) if match.is_dir() else [match])]
         else:
             raise UsageError(
                 f"data.source={name!r} does not exist: name a file, a folder, a glob or a Hub id (owner/name)"
             )
-        readable = {file.resolve() for file in files if _format(file) is not None and file.is_file()}
+        readable = [file for file in files if format_of(file) is not None and file.is_file()]
         if not readable:
             raise UsageError(f"data.source={name!r} holds no text file: use {', '.join(FORMATS)}")
-        found |= readable
-    return sorted(found)
+        for file in sorted(readable):
+            found.setdefault(os.path.realpath(file), Path(os.path.abspath(file)))  # noqa: PTH100 - links stay
+    return sorted(found.values())
+
+
+def _below(folder: Path, seen: set[str]) -> Iterator[Path]:
+    """Every file below a folder, also by way of links, but for hidden ones and folders `seen` already."""
+
+    def refuse(error: OSError) -> NoReturn:
+        raise UsageError(f"cannot look into {error.filename}: {error.strerror}") from error
+
+    for parent, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        folders[:] = [name for name in sorted(folders) if not name.startswith(".")]
+        if (real := os.path.realpath(parent)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        for name in files:
+            file = Path(parent) / name
+            if name.startswith("."):
+                continue
+            _refuse_dangling(file)
+            yield file
+
+
+def _refuse_dangling(path: Path) -> None:
+    """Refuses a link to nothing, which would be left out without a word."""
+    link = Path(os.path.realpath(path.parent)) / path.name  # the way there may be longer than the system follows links
+    if link.is_symlink() and not link.exists():
+        raise UsageError(f"{path} is a link to {link.readlink()}, which is not there: mend it or take it away")
+
+
+def _matches(pattern: Path) -> list[Path]:
+    """What a glob stands for; of its folders those that exist by name are taken at their word, brackets or not."""
+    parts = pattern.parts
+    there = 0
+    while there + 1 < len(parts) and Path(*parts[: there + 1]).exists():
+        there += 1
+    known = [glob.escape(part) for part in parts[:there]]
+    matches = glob.glob(str(Path(*known, *parts[there:])), recursive=True)  # noqa: PTH207 (absolute patterns)
+    for match in matches:
+        _refuse_dangling(Path(match))
+    return [Path(match) for match in sorted(matches, key=len)]  # the shortest way first, where links make circles
 
 
 class LocalFiles:
@@ -104,7 +154,7 @@ class LocalFiles:
 
     def _lane(self, files: Sequence[Path]) -> Iterator[Document]:
         for file in files:
-            yield from open_documents(file, self.text_field)
+            yield from open_documents(file, (self.text_field,))
 
 
 def _mixed(streams: Sequence[Iterator[Document]], totals: Sequence[int]) -> Iterator[str]:
@@ -138,11 +188,3 @@ def _shuffled(documents: Iterator[Document], capacity_bytes: int, seed: int) -> 
             yield drawn
     rng.shuffle(buffer)
     yield from buffer
-
-
-def _format(path: Path) -> str | None:
-    return next((suffix for suffix in FORMATS if path.name.lower().endswith(suffix)), None)
-
-
-def _is_hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)

@@ -29,6 +29,10 @@ Tokens = npt.NDArray[np.int64]
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>")
 _MIN_BATCH_CHARS, _MAX_BATCH_CHARS = 2**12, 2**20
 _BATCH_DOCUMENTS = 1024
+_ONE_CALL_CHARS = 2**22
+"""Longest text that a tokenizer gets at once: beyond it needs gigabytes. WikiText-2's test split has 1.3 million."""
+_CUT_WITHIN_CHARS = 2**12
+_CHARS_A_TOKEN = 32  # four are usual
 
 
 @dataclass(frozen=True)
@@ -66,16 +70,60 @@ class DocumentEncoder:
         left = tokens_needed
         # A token is rarely shorter than a character, so this many characters do not overshoot.
         while texts := _batch(iterator, min(max(left, _MIN_BATCH_CHARS), _MAX_BATCH_CHARS)):
-            encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-            for tokens in encoded["input_ids"]:
+            for tokens in self._encoded(texts, left if longest_useful is None else longest_useful):
                 if tokens:
                     document = np.array([*self.prefix, *tokens, *self.suffix], dtype=np.int64)
                     left -= document.size if longest_useful is None else min(document.size, longest_useful)
                     yield document
 
+    def _encoded(self, texts: list[str], enough: int) -> list[list[int]]:
+        """Tokens of each text; of one too long for a single call, hardly more than `enough`."""
+        if any(len(text) > _ONE_CALL_CHARS for text in texts):
+            return [token_ids(self.tokenizer, [text], enough) for text in texts]
+        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return list(encoded["input_ids"])
+
     def max_token_id(self) -> int:
         """The largest id that can come out."""
         return int(max(len(self.tokenizer) - 1, *self.tokenizer.get_vocab().values(), *self.prefix, *self.suffix))
+
+
+def token_ids(tokenizer: Any, pieces: Iterable[str], enough: int | None = None) -> list[int]:
+    """Tokens of a running text that comes in pieces, without special ones; reading stops when there are `enough`.
+
+    A text of up to four million characters is encoded in one call. A longer one, or more than could be `enough`, is cut
+    into parts, each at a space between words, where a tokenizer seldom joins anything.
+    """
+    ids: list[int] = []
+    longest = _ONE_CALL_CHARS
+    if enough is not None:
+        longest = min(longest, max(_CHARS_A_TOKEN * enough, 2 * _CUT_WITHIN_CHARS))
+    for text in _parts(iter(pieces), longest):
+        ids += tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        if enough is not None and len(ids) >= enough:
+            break
+    return ids
+
+
+def _parts(pieces: Iterator[str], longest: int) -> Iterator[str]:
+    held: list[str] = []
+    chars = 0
+    for piece in pieces:
+        held.append(piece)
+        chars += len(piece)
+        if chars <= longest:
+            continue
+        text = "".join(held)
+        start = 0
+        while len(text) - start > longest:
+            end = start + longest
+            space = text.rfind(" ", max(start + 1, end - _CUT_WITHIN_CHARS), end)
+            cut = space if space > 0 else end
+            yield text[start:cut]
+            start = cut
+        held, chars = [text[start:]], len(text) - start
+    if chars:
+        yield "".join(held)
 
 
 def adds_bos(tokenizer: Any) -> bool:

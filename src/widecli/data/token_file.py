@@ -46,6 +46,10 @@ class TokenSet:
             return len(self._offsets) - 1
         return self._tokens.size // self.sequence_length
 
+    def largest_token(self) -> int:
+        """The largest id of any sequence; padding is none."""
+        return int(self._tokens.max())
+
     def sequence(self, index: int) -> tuple[Tokens, int]:
         """Ids of one sequence (int64 [sequence_length], padded on the right) and how many of them are text."""
         if not 0 <= index < len(self):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["CODE_VERSION", "TokenSet", "prepare_tokens", "tokens_to_prepare"]
 
 # Raise it whenever the same text would give other sequences: order of documents, packing, borders.
-CODE_VERSION = 1
+CODE_VERSION = 2
 
 
 def prepare_tokens(

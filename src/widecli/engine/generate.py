@@ -13,6 +13,7 @@ from torch import Tensor
 
 from widecli.engine.sampling import Sampler, Sampling
 from widecli.errors import UsageError
+from widecli.model.finite import not_finite
 
 if TYPE_CHECKING:
     from widecli.engine.model import InferenceModel
@@ -61,12 +62,12 @@ def open_session(model: InferenceModel, prompts: Sequence[Sequence[int]], max_ne
     if longest >= model.max_tokens:
         raise UsageError(
             f"the prompt has {longest} tokens, and this model serves sequences of at most {model.max_tokens}, prompt "
-            "and generated together; shorten it"
+            "and generated together; shorten it, or add --beyond-positions if you mean it"
         )
     if longest + max_new_tokens > model.max_tokens:
         raise UsageError(
             f"{longest} prompt tokens and {max_new_tokens} new ones are more than the {model.max_tokens} this model "
-            f"serves; ask for at most {model.max_tokens - longest} new tokens"
+            f"serves; ask for at most {model.max_tokens - longest} new tokens, or add --beyond-positions if you mean it"
         )
     return model.session(len(prompts), longest + max_new_tokens)
 
@@ -95,9 +96,12 @@ def generate(
     session.reset_skipped()
     ids = as_batch(prompts)
     started = time.perf_counter()
-    token = sampler(session.prefill(ids, lengths))
+    logits = session.prefill(ids, lengths)
+    token = sampler(logits)
     _wait(device)
     prefilled = time.perf_counter()
+    if bool(torch.isnan(logits).any()):  # the most likely of these would be some token, always the same
+        raise not_finite(logits)
     output = _Output(len(prompts), stop, on_token)
     unread = deque([_Sent(token)])
     launched = 1

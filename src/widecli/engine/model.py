@@ -42,12 +42,19 @@ class InferenceModel:
 
     @classmethod
     def from_checkpoint(
-        cls, path: str | Path, *, dense: bool = False, dtype: str | None = None, device: torch.device | None = None
+        cls,
+        path: str | Path,
+        *,
+        dense: bool = False,
+        dtype: str | None = None,
+        device: torch.device | None = None,
+        beyond_positions: bool = False,
     ) -> InferenceModel:
         """The model of a checkpoint or run directory with its routers, or (`dense`) its backbone alone.
 
-        An adapter is merged into the weights. Raises UsageError when the checkpoint is incomplete, belongs to another
-        backbone or cannot run here.
+        An adapter is merged into the weights. With `beyond_positions`, or where the checkpoint's recipe has it,
+        sequences may be longer than the model is made for. Raises UsageError when the checkpoint is incomplete, belongs
+        to another backbone or cannot run here.
         """
         directory = checkpoint.resolve(path)
         config = checkpoint.read_config(directory)
@@ -56,8 +63,10 @@ class InferenceModel:
             raise UsageError(
                 f"{directory} is a merged model: for its dense backbone name {config.backbone.id} by --model"
             )
-        if dtype is not None:
-            section = section.model_copy(update={"dtype": dtype})
+        changes: dict[str, Any] = {"dtype": dtype} if dtype is not None else {}
+        if beyond_positions:
+            changes["beyond_positions"] = True
+        section = section.model_copy(update=changes)
         backbone = load_backbone(section, device)
         routed, adapter = checkpoint.attach(directory, backbone)
         routed.detach()
@@ -153,14 +162,16 @@ class InferenceModel:
             )
         raise UsageError(
             f"sequences of {tokens} tokens are longer than the {self.max_tokens} this model is made for; ask for at "
-            f"most {self.max_tokens}, prompt and generated together"
+            f"most {self.max_tokens}, prompt and generated together, or add --beyond-positions if you mean it"
         )
 
 
 def _weights_of(model: Backbone | nn.Module | ModelWeights) -> ModelWeights:
     if isinstance(model, ModelWeights):
         return model
-    return take_weights(model.model if isinstance(model, Backbone) else model)
+    if isinstance(model, Backbone):
+        return take_weights(model.model, beyond_positions=model.beyond_positions)
+    return take_weights(model)
 
 
 def _routed_layers(

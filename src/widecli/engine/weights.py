@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from widecli.errors import UsageError
 from widecli.model.families import Family, family_of, find
 from widecli.model.plan import ModelShape
+from widecli.model.positions import positions
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -26,6 +27,7 @@ ACTIVATIONS = {
     "relu": "relu",
 }
 """Hugging Face's name of an activation -> that of the operators."""
+_UNLIMITED = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,11 @@ class ModelWeights:
 
 
 @torch.no_grad()
-def take_weights(model: Any) -> ModelWeights:
-    """The weights of a Hugging Face causal LM. Raises UsageError for what the engine cannot run, naming it."""
+def take_weights(model: Any, *, beyond_positions: bool = False) -> ModelWeights:
+    """The weights of a Hugging Face causal LM. Raises UsageError for what the engine cannot run, naming it.
+
+    `beyond_positions`: sequences may be longer than the model is made for.
+    """
     family = family_of(model)
     config = model.config
     shape = ModelShape.from_config(config)
@@ -109,7 +114,7 @@ def take_weights(model: Any) -> ModelWeights:
         rotary=model.get_submodule(family.rotary),
         activation=ACTIVATIONS[config.hidden_act],
         scale=float(cast(Any, attention).scaling),
-        max_tokens=int(config.max_position_embeddings),
+        max_tokens=_UNLIMITED if beyond_positions else positions(config),
         window=_window(config),
     )
     dtypes = {str(t.dtype).removeprefix("torch.") for t in (weights.embedding, weights.lm_head.weight)}

@@ -9,14 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from widecli.errors import UsageError
+from widecli.errors import UsageError, WideError
 from widecli.evaluate.backoff import release_memory
-from widecli.evaluate.dense_cache import DenseCache
+from widecli.evaluate.dense_cache import DenseCache, dense_key
 from widecli.evaluate.harness import run_tasks
 from widecli.evaluate.perplexity import measure_perplexity
 from widecli.evaluate.protocol import EvalProtocol
 from widecli.evaluate.results import average, retention, summarise
 from widecli.evaluate.tasks import load_tasks
+from widecli.evaluate.texts import TEXT_FIELDS, perplexity_keys
 from widecli.model import checkpoint
 from widecli.model.backbone import Backbone, load_backbone
 from widecli.model.identity import BackboneIdentity
@@ -39,6 +40,20 @@ class Evaluation:
     checkpoint: Path | None
     with_dense: bool
     offline: bool
+    text_field: str = TEXT_FIELDS[0]
+
+    @property
+    def protocol(self) -> EvalProtocol:
+        """What the result depends on besides the model."""
+        return EvalProtocol.from_section(self.section, self.text_field)
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Tokens of the longest sequences that are surely fed, by the key that sets them.
+
+        `eval.max_length` is a limit that few requests reach: their own lengths are asked before they are scored.
+        """
+        return {"eval.perplexity_window": self.section.perplexity_window} if self.section.perplexity else {}
 
 
 def evaluate(job: Evaluation, note: Note, store: Store) -> dict[str, Any]:
@@ -56,7 +71,7 @@ def evaluate(job: Evaluation, note: Note, store: Store) -> dict[str, Any]:
     if config is None:
         if said := dense_alone(job.model.name):
             note(said)
-        backbone = _load(job.model, note)
+        backbone = _load(job, job.model, note)
         alone = measurement(backbone=backbone).dense()
         nothing = {"plan": None, "steps": None, "skip_rate": None, "adapter": None, "merged": False, "origin": None}
         return _summary(job, backbone.identity, alone, None, nothing)
@@ -65,7 +80,7 @@ def evaluate(job: Evaluation, note: Note, store: Store) -> dict[str, Any]:
     bare = own if config.merged and config.adapter is None else job.model
     dense = None
     if job.with_dense or config.merged is None:
-        backbone = _load(bare, note)
+        backbone = _load(job, bare, note)
         # the folder's own model has the base's channels in another order
         wanted = config.merged if bare is own and config.merged else config.backbone
         if difference := wanted.mismatch(backbone.identity):
@@ -77,7 +92,7 @@ def evaluate(job: Evaluation, note: Note, store: Store) -> dict[str, Any]:
             del backbone  # before the next one takes its place in memory
             release_memory()
     if config.merged and (bare is not own or not job.with_dense):
-        backbone = _load(own, note)
+        backbone = _load(job, own, note)
     routed, _ = checkpoint.attach(job.checkpoint, backbone)
     found = measurement(backbone=backbone).routed(routed)
     routed.detach()
@@ -92,9 +107,11 @@ def evaluate(job: Evaluation, note: Note, store: Store) -> dict[str, Any]:
     return _summary(job, config.backbone if config.merged else backbone.identity, found, dense, details)
 
 
-def _load(model: ModelSection, note: Note) -> Backbone:
+def _load(job: Evaluation, model: ModelSection, note: Note) -> Backbone:
     note(f"loading {model.name}")
-    return load_backbone(model)
+    backbone = load_backbone(model)
+    backbone.refuse_beyond_positions(job.lengths)
+    return backbone
 
 
 class _Measurement:
@@ -106,23 +123,26 @@ class _Measurement:
         self.tasks = tasks
         self.note = note
         self.store = store
-        self.protocol = EvalProtocol.from_section(job.section)
+        self.protocol = job.protocol
 
     def dense(self) -> dict[str, Any]:
-        """The dense model's figures, from the cache when the same protocol has been measured before."""
-        dtype = str(self.backbone.model.dtype).removeprefix("torch.")
-        # a moved or renamed folder with the same weights is the same model
-        identity = {k: v for k, v in asdict(self.backbone.identity).items() if k in ("config_hash", "weights_hash")}
-        cacheable = identity["weights_hash"] is not None
-        stored = current().from_first(DenseCache().load(identity, dtype, self.protocol) if cacheable else None)
+        """The dense model's figures, from the cache when the very same has been measured before."""
+        cache, key, stored = DenseCache(), None, None
+        if current().is_first:
+            key = dense_key(self.backbone, self.job.section, self.protocol, self.tasks, offline=self.job.offline)
+            stored = cache.load(key)
+        stored = current().from_first(stored)
         if stored is not None:
             self.note("dense: measured before under this protocol, taken from the cache")
             if stored.get("lm_eval"):
                 self.store("lm_eval_dense.json", stored["lm_eval"])
             return {**{k: v for k, v in stored.items() if k != "lm_eval"}, "from_cache": True}
         found, harness = self._measure("dense", "lm_eval_dense.json")
-        if cacheable and current().is_first:
-            DenseCache().store(identity, dtype, self.protocol, {**found, "lm_eval": harness})
+        if key is not None:
+            try:
+                cache.store(key, {**found, "lm_eval": harness})
+            except WideError as error:  # the figures are there: only the next evaluation has to measure them again
+                self.note(f"warning: {error} The next evaluation will measure it again.")
         return {**found, "from_cache": False}
 
     def routed(self, routed: RoutedModel) -> dict[str, Any]:
@@ -149,9 +169,11 @@ class _Measurement:
         started = time.perf_counter()
         perplexity: dict[str, float] = {}
         details: dict[str, Any] = {}
-        for name in section.perplexity:
+        for name, key in perplexity_keys(section.perplexity).items():
+            if key in perplexity:
+                continue  # the same text by another name
             self.note(f"{label}: perplexity on {name}")
-            key, result = traced(
+            result = traced(
                 name,
                 lambda name=name: measure_perplexity(  # type: ignore[misc]
                     model,
@@ -162,6 +184,7 @@ class _Measurement:
                     batch_size=section.batch_size if isinstance(section.batch_size, int) else self._perplexity_batch(),
                     data_root=section.data_root,
                     offline=self.job.offline,
+                    fields=(self.job.text_field, *TEXT_FIELDS),
                     ranks=current(),
                 ),
             )
@@ -180,6 +203,7 @@ class _Measurement:
                     max_length=section.max_length,
                     offline=self.job.offline,
                     name=self.backbone.identity.id,
+                    beyond_positions=self.backbone.beyond_positions,
                 ),
             )
             self.store(file, harness)
@@ -221,6 +245,6 @@ def _summary(
         "retention": kept,
         "dense": dense,
         "tokens_per_second": tokens / seconds if tokens else None,
-        "protocol": EvalProtocol.from_section(job.section).as_dict(),
+        "protocol": job.protocol.as_dict(),
         "checkpoint": str(job.checkpoint) if job.checkpoint else None,
     }

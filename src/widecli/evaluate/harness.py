@@ -31,11 +31,13 @@ def run_tasks(
     offline: bool = False,
     seed: int | None = None,
     name: str = "model",
+    beyond_positions: bool = False,
 ) -> dict[str, Any]:
     """lm-eval's results, its schema untouched, for `tasks` (names, `paper`, or what `load_tasks` returned).
 
     `limit` is a number of documents a task. `batch_size` "auto" fills the device and halves on out-of-memory; results
-    do not depend on it. Sequences longer than `max_length` lose their beginning. `seed` goes to every seed of lm-eval
+    do not depend on it. Sequences longer than `max_length` lose their beginning; what is left must fit
+    the positions that the model is made for, unless `beyond_positions`. `seed` goes to every seed of lm-eval
     (few-shot choice, sampling); None keeps its defaults. `name` stands for the model in the record. No request cache is
     used. Progress and messages go to stderr. Several ranks build the same requests, score a part each and get all
     results.
@@ -56,7 +58,14 @@ def run_tasks(
 
         loaded = _loaded(tasks, data_root=data_root, offline=offline)
         try:
-            scoring = ScoringModel(model, tokenizer, batch_size=batch_size, max_length=max_length, name=name)
+            scoring = ScoringModel(
+                model,
+                tokenizer,
+                batch_size=batch_size,
+                max_length=max_length,
+                name=name,
+                beyond_positions=beyond_positions,
+            )
             results = simple_evaluate(
                 model=scoring,
                 tasks=loaded,

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from widecli.errors import UsageError, WideError
+from widecli.storage import given_path, user_cache
+
+_REACH_S = 5.0
 
 
 def local_folder(dataset: str, data_root: str | None) -> Path | None:
@@ -19,7 +22,7 @@ def local_folder(dataset: str, data_root: str | None) -> Path | None:
     """
     if data_root is None:
         return None
-    root = Path(data_root).expanduser().resolve()
+    root = given_path(data_root).resolve()
     if not root.is_dir():
         raise UsageError(f"eval.data_root={data_root} is no folder; it should hold data sets under their Hub ids.")
     for base in (root, root / "hub"):
@@ -50,12 +53,43 @@ def require_present(datasets: Iterable[str], *, data_root: str | None) -> None:
         raise UsageError(f"Offline, but these data sets are not {where}: {', '.join(missing)}.")
 
 
+def require_reachable(datasets: Iterable[str], *, data_root: str | None) -> None:
+    """Runs that may ask the Hub call this first: a WideError at once where they would have to and it is out of reach.
+
+    Left to itself, `datasets` tries again for half a minute. Behind a proxy nothing is tried.
+    """
+    missing = [
+        name for name in dict.fromkeys(datasets) if local_folder(name, data_root) is None and not is_cached(name)
+    ]
+    if missing and not _hub_answers():
+        raise WideError(
+            f"These data sets are not on this machine and the Hub cannot be reached: {', '.join(missing)}; connect, or "
+            "name a folder that has them with eval.data_root (--data-root)."
+        )
+
+
+def _hub_answers() -> bool:
+    import socket
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    from huggingface_hub import constants
+
+    place = urlsplit(constants.ENDPOINT)
+    if getproxies() or not place.hostname:
+        return True
+    try:
+        socket.create_connection((place.hostname, place.port or 443), timeout=_REACH_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def load_rows(
     dataset: str, config: str | None, split: str, *, data_root: str | None, offline: bool
 ) -> list[dict[str, Any]]:
     """All rows of one split, from the data root if it has the set, else from the Hub."""
-    if offline:
-        require_present([dataset], data_root=data_root)
+    (require_present if offline else require_reachable)([dataset], data_root=data_root)
     folder = local_folder(dataset, data_root)
     with reading(dataset), quiet_datasets():
         from datasets import load_dataset
@@ -70,12 +104,11 @@ def prepared_folder(folder: Path) -> str:
     Left to itself, `datasets` finds a prepared copy by the folder's last name alone: after an edit, or for another data
     root, it would silently hand out the old rows.
     """
-    state = hashlib.sha256(str(folder).encode())
+    state = hashlib.sha256(os.fsencode(folder))
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         found = path.stat()
-        state.update(f"{path.relative_to(folder).as_posix()} {found.st_size} {found.st_mtime_ns}\n".encode())
-    base = os.environ.get("XDG_CACHE_HOME")
-    return str((Path(base) if base else Path.home() / ".cache") / "wide" / "datasets" / state.hexdigest()[:16])
+        state.update(os.fsencode(f"{path.relative_to(folder).as_posix()} {found.st_size} {found.st_mtime_ns}\n"))
+    return str(user_cache() / "datasets" / state.hexdigest()[:16])
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """lm-eval's Hugging Face model with our own batching of log-likelihoods.
 
-Differences from `HFLM`, none of which changes a prompt or what is scored: the attention mask reaches the model (routing
+Differences from `HFLM`, none of which changes a prompt or, but for a token that spans context and continuation, what is
+scored: the attention mask reaches the model (routing
 and its statistics must not see padding), requests are tokenised in bulk, batches are filled by tokens and halved on
 out-of-memory, the LM head runs only where a continuation is scored, log-probabilities are taken in fp32, and results
 come to the CPU once a batch instead of twice a request.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +26,9 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from widecli.errors import UsageError, WideError
 from widecli.evaluate.backoff import is_out_of_memory, release_memory
 from widecli.evaluate.scoring_plan import BatchLimits, Row, kept_positions, make_rows, next_batch
+from widecli.model.finite import not_finite
+from widecli.model.positions import positions as positions_of
+from widecli.model.vocabulary import refuse_unknown, vocabulary
 from widecli.ranks import current
 
 logger = logging.getLogger(__name__)
@@ -36,7 +41,16 @@ _UNLIMITED = 1 << 40
 class ScoringModel(HFLM):  # type: ignore[misc]  # lm-eval is untyped
     """A causal Hugging Face model as lm-eval sees it. The tokenizer is copied: lm-eval gives it a padding token."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, batch_size: int | str, max_length: int, name: str) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        batch_size: int | str,
+        max_length: int,
+        name: str,
+        beyond_positions: bool = False,
+    ) -> None:
         rows = batch_size if isinstance(batch_size, int) else (64 if model.device.type == "cuda" else 8)
         super().__init__(
             pretrained=model,
@@ -48,6 +62,10 @@ class ScoringModel(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         )
         self.name = name
         self.requested_batch_size = batch_size
+        known = vocabulary(model)
+        if self.tokenizer.pad_token_id >= known:  # what stands under padding is never read, but it is looked up
+            self.tokenizer.pad_token = self.tokenizer.convert_ids_to_tokens(0)
+        self.most_positions = _UNLIMITED if beyond_positions else positions_of(model.config)
         self.limits = starting_limits(model, rows if isinstance(batch_size, int) else None)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         if not self._keeps_logits:
@@ -79,7 +97,9 @@ class ScoringModel(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         """Tokens of (context, continuation) pairs by lm-eval's rules, in bulk.
 
         Spaces that end a context belong to the continuation; the whole text is tokenised and split after as many tokens
-        as the context alone takes; an empty context becomes the prefix token (BOS, else EOS).
+        as the context alone takes; an empty context becomes the prefix token (BOS, else EOS). Where a token spans the
+        join, so that the whole does not begin with the context's tokens, the continuation is tokenised by itself:
+        lm-eval would lose its beginning, and each choice must follow the same context.
         """
         split: list[tuple[str, str]] = []
         for context, continuation in pairs:
@@ -92,8 +112,11 @@ class ScoringModel(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         encoded: list[tuple[list[int], list[int]]] = []
         for (context, continuation), (bare, rest) in zip(pairs, split, strict=True):
             if context:
-                head = contexts[bare]
-                encoded.append((head, wholes[bare + rest][len(head) :]))
+                head, whole = contexts[bare], wholes[bare + rest]
+                tail = whole[len(head) :]
+                if not tail or whole[: len(head)] != head:
+                    tail = self.tok_encode(rest, add_special_tokens=False)
+                encoded.append((head, tail))
                 continue
             tokens = self.tok_encode(continuation, add_special_tokens=False)
             prefix = self.prefix_token_id
@@ -129,6 +152,9 @@ class ScoringModel(HFLM):  # type: ignore[misc]  # lm-eval is untyped
             logger.warning(
                 "%d of %d texts were longer than %d tokens and were cut.", truncated, len(requests), self.max_length
             )
+        self._refuse_beyond(max((len(row.tokens) for row in rows), default=0))
+        largest = (max(max(row.tokens), *(max(more) for _, more in row.continuations)) for row in rows)
+        refuse_unknown("a request of a task", [max(largest, default=0)], self.model)
         ranks = current()
         # sorted by length, so that every rank gets as much of the long ones
         rows = list(ranks.share(rows))
@@ -157,10 +183,21 @@ class ScoringModel(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         if pending is not None:
             bar.update(_collect(*pending, answers))
         bar.close()
+        if any(math.isnan(score) for score, _ in answers):
+            raise not_finite(self.model)
         found = [(index, answers[index]) for row in rows for index, _ in row.continuations]
         for index, answer in (pair for part in ranks.gather(found) for pair in part):
             answers[index] = answer
         return answers
+
+    def _refuse_beyond(self, tokens: int) -> None:
+        """Raise UsageError for a sequence, already cut to `max_length`, that the model is not made for."""
+        if tokens > self.most_positions:
+            raise UsageError(
+                f"eval.max_length={self.max_length} lets a sequence of {tokens} tokens through, more than the "
+                f"{self.most_positions} positions that {self.name} is made for: take eval.max_length="
+                f"{self.most_positions} (longer ones lose their beginning), or add --beyond-positions if you mean it"
+            )
 
     def _try_batch(self, batch: Sequence[Row]) -> Any | None:
         """Scores of a batch, or None if it does not fit in memory."""
@@ -226,6 +263,10 @@ class ScoringModel(HFLM):  # type: ignore[misc]  # lm-eval is untyped
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Greedy generation by lm-eval's own code; a batch that does not fit starts over with half of its size."""
+        contexts = self._encode_bulk([request.args[0] for request in requests])
+        for request in requests:
+            new = int(request.args[1].get("max_gen_toks", self.max_gen_toks))
+            self._refuse_beyond(min(len(contexts[request.args[0]]) + new, self.max_length))
         ranks = current()
         texts: list[Any] = [None] * len(requests)
         mine = list(ranks.share(requests))

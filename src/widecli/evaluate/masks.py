@@ -46,11 +46,14 @@ def write_masks(
     `model`: where the backbone lies now, if not where the recipe says. Raises UsageError.
     """
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
+    from widecli.data.packing import token_ids
     from widecli.evaluate.texts import check_texts, perplexity_text
     from widecli.model import checkpoint
     from widecli.model.backbone import load_backbone
+    from widecli.model.vocabulary import refuse_unknown
+    from widecli.storage import write_bytes
 
     if out.exists():
         raise UsageError(f"{out} exists; name another file")
@@ -58,16 +61,16 @@ def write_masks(
     folder = checkpoint.resolve(run)
     section = checkpoint.section_of(folder)
     backbone = load_backbone(section.model_copy(update={"name": model}) if model else section)
-    label, content = perplexity_text(text, data_root, offline=False)
-    encoded = backbone.tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
+    backbone.refuse_beyond_positions({"--window": window})
+    label, pieces = perplexity_text(text, data_root, offline=False)
+    encoded = token_ids(backbone.tokenizer, pieces, tokens)
     if len(encoded) < tokens:
         raise UsageError(f"{text} has {len(encoded)} tokens, fewer than the {tokens} asked for; lower --tokens")
+    refuse_unknown(f"the text {text}", encoded[:tokens], backbone.model)
     routed, _ = checkpoint.attach(folder, backbone)
     masks = record_masks(routed, torch.tensor(encoded[:tokens]), window)
     routed.detach()
-    partial = out.with_name(f"{out.name}.partial")
-    save_file(masks, partial, metadata={"model": backbone.identity.id, "text": label, "window": str(window)})
-    partial.replace(out)
+    write_bytes(out, save(masks, metadata={"model": backbone.identity.id, "text": label, "window": str(window)}))
     return masks
 
 

@@ -10,13 +10,16 @@ scored tokens).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from widecli.data.packing import token_ids
 from widecli.errors import UsageError, WideError
 from widecli.evaluate.backoff import is_out_of_memory, release_memory
-from widecli.evaluate.texts import PERPLEXITY_TOKEN_CAPS, perplexity_key, perplexity_text, split_windows
+from widecli.evaluate.texts import PERPLEXITY_TOKEN_CAPS, TEXT_FIELDS, perplexity_text, split_windows
+from widecli.model.finite import not_finite
+from widecli.model.vocabulary import refuse_unknown
 from widecli.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
@@ -134,6 +137,8 @@ def token_perplexity(
     if sums:
         by_window[ranks.rank :: ranks.size] = torch.cat(sums).cpu().double()
     nll_sum = float(ranks.total(by_window).sum())
+    if math.isnan(nll_sum):
+        raise not_finite(model)
     # exp overflows a float beyond 709; a model that bad has an infinite perplexity, not a crash.
     value = math.exp(nll_sum / scored) if nll_sum / scored < 709 else math.inf
     return PerplexityResult(value, nll_sum, scored, window, step, len(cuts), bos is not None)
@@ -191,9 +196,10 @@ def measure_perplexity(
     batch_size: int = 1,
     data_root: str | None = None,
     offline: bool = False,
+    fields: Sequence[str] = TEXT_FIELDS,
     ranks: Ranks = ALONE,
-) -> tuple[str, PerplexityResult]:
-    """Perplexity of a named text or a text file: the result's key (`wikitext2/token_ppl`) and the result.
+) -> PerplexityResult:
+    """Perplexity of a named text or a text file, whose rows have their text in the first of `fields` that is there.
 
     `name@N` reads the first N windows, whatever `max_windows` says. `pydoc-topics` is capped at its first 4096 tokens
     unless windows are given; the label tells.
@@ -202,16 +208,19 @@ def measure_perplexity(
 
     text_name, own_windows = split_windows(name)
     max_windows = own_windows or max_windows
-    label, text = perplexity_text(text_name, data_root, offline)
-    encoded = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    label, pieces = perplexity_text(text_name, data_root, offline, fields)
     cap = PERPLEXITY_TOKEN_CAPS.get(text_name)
+    most = cap if max_windows is None else max_windows * window
+    encoded = token_ids(tokenizer, pieces, None if most is None else most + 1)
     if max_windows is None and cap is not None and len(encoded) > cap:
         encoded = encoded[:cap]
         label = f"{label}, first {cap} tokens"
     elif max_windows is not None and len(encoded) > max_windows * window:
+        encoded = encoded[: max_windows * window]
         label = f"{label}, first {max_windows} windows"
     if len(encoded) < 2:
         raise UsageError(f"The perplexity text {name} has {len(encoded)} tokens; it takes at least 2.")
+    refuse_unknown(f"the perplexity text {name}", encoded, model)
     ids = torch.tensor(encoded, dtype=torch.int64)
     result = token_perplexity(model, ids, window=window, max_windows=max_windows, batch_size=batch_size, ranks=ranks)
-    return perplexity_key(name), PerplexityResult(**{**asdict(result), "label": label})
+    return replace(result, label=label)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from widecli.evaluate.texts import split_windows
+from widecli.evaluate.texts import METRIC, NAMED_TEXTS, TEXT_FIELDS, perplexity_keys, split_windows
+from widecli.storage import given_path
 
 if TYPE_CHECKING:
     from widecli.recipe.schema import EvalSection
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 PAPER_TASKS = ("arc_easy", "arc_challenge", "boolq", "winogrande", "piqa", "openbookqa", "hellaswag")
 """The seven zero-shot tasks behind every average; `paper` is their short name, in this order."""
 
-SCORING_VERSION = 1
+SCORING_VERSION = 2
 """Raised whenever our own code would give other numbers for the same protocol; stored dense results then expire."""
 
 
@@ -49,9 +50,13 @@ class EvalProtocol:
     scoring: int = SCORING_VERSION
 
     @classmethod
-    def from_section(cls, section: EvalSection) -> EvalProtocol:
-        """The protocol that a recipe's `eval` section asks for, with the versions installed here."""
-        texts = tuple(_text_identity(name) for name in section.perplexity)
+    def from_section(cls, section: EvalSection, text_field: str = TEXT_FIELDS[0]) -> EvalProtocol:
+        """The protocol that a recipe's `eval` section asks for, with the versions installed here.
+
+        `text_field`: where rows of files have their text first of all.
+        """
+        named = perplexity_keys(section.perplexity)
+        texts = tuple(_text_identity(name, key, text_field) for name, key in named.items())
         return cls(
             tasks=expand_tasks(section.tasks),
             limit=section.limit,
@@ -76,23 +81,26 @@ def _installed(package: str) -> str:
         return "absent"
 
 
-def _text_identity(name: str) -> str:
-    """A named text stands for itself; a file for its contents, so that an edited file is another protocol."""
-    text, windows = split_windows(name)
-    path = Path(text).expanduser()
-    if not path.is_file():
+def _text_identity(name: str, key: str, text_field: str) -> str:
+    """A named text stands for itself; a file for its label and contents, so that an edited file is another protocol."""
+    text, _ = split_windows(name)
+    path = given_path(text)
+    if text in NAMED_TEXTS or not path.is_file():
         return name
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    return f"{path.name}:{digest}" + (f"@{windows}" if windows else "")
+        found = hashlib.file_digest(file, "sha256")
+    if text_field not in TEXT_FIELDS:
+        found.update(text_field.encode())  # the same rows with another text
+    digest = found.hexdigest()[:16]
+    return f"{key.removesuffix(f'/{METRIC}')}:{digest}"
 
 
 def _data_identity(data_root: str | None) -> str:
     """`hub`, or a digest of the names and sizes below the data root (cheap, and independent of where it lies)."""
     if data_root is None:
         return "hub"
-    root = Path(data_root).expanduser()
+    root = given_path(data_root)
     listing = hashlib.sha256()
     for path in sorted(p for p in root.glob("**/*") if p.is_file() and p.suffix != ".md"):
-        listing.update(f"{path.relative_to(root).as_posix()} {path.stat().st_size}\n".encode())
+        listing.update(os.fsencode(f"{path.relative_to(root).as_posix()} {path.stat().st_size}\n"))
     return f"root:{listing.hexdigest()[:16]}"

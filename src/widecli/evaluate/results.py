@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from widecli.evaluate.protocol import PAPER_TASKS
+from widecli.evaluate.texts import METRIC
 
 Tasks = Mapping[str, Mapping[str, float]]
 """Task name -> lm-eval metric key (`acc_norm,none`) -> value."""
@@ -97,8 +98,8 @@ def rows(
     """
     table = [
         _row(
-            name.partition("/")[0],
-            name.partition("/")[2] or "token_ppl",
+            name.rpartition("/")[0] or name,
+            name.rpartition("/")[2] if "/" in name else METRIC,
             value,
             (dense_perplexity or {}).get(name),
             False,

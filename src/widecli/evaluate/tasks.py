@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from widecli.errors import UsageError
-from widecli.evaluate.hub_data import local_folder, prepared_folder, quiet_datasets, reading, require_present
+from widecli.evaluate.hub_data import (
+    local_folder,
+    prepared_folder,
+    quiet_datasets,
+    reading,
+    require_present,
+    require_reachable,
+)
 from widecli.evaluate.protocol import expand_tasks
 from widecli.evaluate.quiet import quiet_harness
 
@@ -56,6 +63,8 @@ def load_tasks(names: Sequence[str], *, data_root: str | None = None, offline: b
     A task whose data set lies below `data_root` reads it from there; the others use the Hub or its cache.
     """
     tasks = check_tasks(names, data_root=data_root, offline=offline)
+    if not offline:
+        require_reachable(filter(None, map(_dataset_path, tasks)), data_root=data_root)
     loaded: list[Any] = []
     with quiet_harness(), quiet_datasets():
         for name in tasks:

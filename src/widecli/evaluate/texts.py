@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from widecli.data.file_formats import FORMATS, format_of, running_text
 from widecli.errors import UsageError
 from widecli.evaluate.hub_data import load_rows
+from widecli.storage import given_path, printable
 
 WIKITEXT2 = "EleutherAI/wikitext_document_level"
 WIKITEXT2_CONFIG = "wikitext-2-raw-v1"
@@ -16,34 +17,50 @@ WIKITEXT2_CONFIG = "wikitext-2-raw-v1"
 PERPLEXITY_TOKEN_CAPS = {"pydoc-topics": 4096}
 """Default length of a text, in tokens: Python's documentation is long and a small machine slow."""
 
-_FIELDS = ("text", "page")
-
+TEXT_FIELDS = ("text", "page")
+"""Where the rows of a file have their text: the first that a row has."""
 
 NAMED_TEXTS = ("wikitext2", "pydoc-topics")
+METRIC = "token_ppl"
 
 
-def perplexity_text(name: str, data_root: str | None = None, offline: bool = False) -> tuple[str, str]:
-    """A description for people and the whole text.
+def perplexity_text(
+    name: str, data_root: str | None = None, offline: bool = False, fields: Sequence[str] = TEXT_FIELDS
+) -> tuple[str, Iterator[str]]:
+    """A description for people, and the text in pieces that follow each other.
 
     `wikitext2` is the raw test split, its articles joined without anything between them; `pydoc-topics` is every topic
-    of `pydoc_data.topics` in sorted order, a blank line between them; anything else is a .txt or .jsonl[.gz] file.
+    of `pydoc_data.topics` in sorted order, a blank line between them; anything else is a file that training could read,
+    rows with a blank line between them. A file is read as the pieces are taken: UsageError for what is wrong in it.
     """
     if name == "wikitext2":
         rows = load_rows(WIKITEXT2, WIKITEXT2_CONFIG, "test", data_root=data_root, offline=offline)
-        return "WikiText-2 raw test", "".join(row["page"] for row in rows)
+        return "WikiText-2 raw test", (row["page"] for row in rows)
     if name == "pydoc-topics":
-        return "Python documentation topics", "\n\n".join(_pydoc_topics())
-    return Path(name).name, _read_file(name)
+        topics = _pydoc_topics()
+        return "Python documentation topics", (f"\n\n{text}" if i else text for i, text in enumerate(topics))
+    path = _file(name)
+    return path.name, _not_empty(path, fields)
+
+
+def beginning(pieces: Iterable[str], chars: int) -> str:
+    """The first `chars` characters of a text, of which no more is read."""
+    held: list[str] = []
+    left = chars
+    for piece in pieces:
+        held.append(piece[:left])
+        left -= len(held[-1])
+        if left <= 0:
+            break
+    return "".join(held)
 
 
 def check_texts(names: Iterable[str]) -> None:
-    """Refuse, before anything is loaded, a name that is neither a known text nor a file."""
+    """Refuse, before anything is loaded, a name that is neither a known text nor a file that can be read."""
     for name in names:
         text, _ = split_windows(name)
-        if text not in NAMED_TEXTS and not Path(text).expanduser().is_file():
-            raise UsageError(
-                f"{text} is no perplexity text: give {', '.join(NAMED_TEXTS)} or a .txt, .jsonl or .jsonl.gz file."
-            )
+        if text not in NAMED_TEXTS:
+            _file(text)
 
 
 def split_windows(name: str) -> tuple[str, int | None]:
@@ -54,11 +71,33 @@ def split_windows(name: str) -> tuple[str, int | None]:
     return name, None
 
 
-def perplexity_key(name: str) -> str:
-    """The name of a result: `wikitext2/token_ppl`, `wikitext2@60/token_ppl`; a file's without folder and suffix."""
-    if split_windows(name)[0] in NAMED_TEXTS:
-        return f"{name}/token_ppl"
-    return f"{Path(name).name.split('.')[0] or Path(name).name}/token_ppl"
+def perplexity_keys(names: Sequence[str]) -> dict[str, str]:
+    """Name -> the name of its result: `wikitext2/token_ppl`, `wikitext2@60/token_ppl`; names of one text share one.
+
+    A file's is its own name without the kind's suffix, `news.v1@4/token_ppl`; with it where another file, or a known
+    text, would be called the same, and with as many folders as tell it from the others.
+    """
+    named = {name: name for name in names if split_windows(name)[0] in NAMED_TEXTS}
+    files = {name: given_path(split_windows(name)[0]).resolve() for name in names if name not in named}
+    ends = {name: f"@{windows}" if (windows := split_windows(name)[1]) else "" for name in files}
+    labels: dict[str, str] = {}
+    for name in files:
+        given = given_path(split_windows(name)[0])
+        stem = given.name[: -len(format_of(given) or "")] or given.name
+        reserved = split_windows(stem.lower())[0] in NAMED_TEXTS
+        labels[name] = printable(f"{given.name if reserved else stem}{ends[name]}")
+    for length in range(1, max((len(path.parts) for path in files.values()), default=0) + 1):
+        for name in _shared(labels, files, ends):
+            given = Path(given_path(split_windows(name)[0]).absolute())
+            labels[name] = printable(f"{'/'.join(given.parts[-length:])}{ends[name]}")
+    return {name: f"{(named | labels)[name]}/{METRIC}" for name in names}
+
+
+def _shared(labels: Mapping[str, str], files: Mapping[str, Path], ends: Mapping[str, str]) -> list[str]:
+    """The names whose label another text has, too."""
+    texts = {(labels[name], files[name], ends[name]) for name in labels}
+    counts = Counter(label for label, _, _ in texts)
+    return [name for name in labels if counts[labels[name]] > 1]
 
 
 def _pydoc_topics() -> list[str]:
@@ -71,38 +110,19 @@ def _pydoc_topics() -> list[str]:
     return [topics[topic] for topic in sorted(topics)]
 
 
-def _read_file(name: str) -> str:
-    path = Path(name).expanduser()
+def _file(name: str) -> Path:
+    path = given_path(name)
     if not path.is_file():
-        raise UsageError(
-            f"{name} is no perplexity text: give wikitext2, pydoc-topics or a .txt, .jsonl or .jsonl.gz file."
-        )
-    try:
-        if path.name.endswith((".jsonl", ".jsonl.gz")):
-            text = "\n\n".join(_json_texts(path))
-        else:
-            text = path.read_text(encoding="utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise UsageError(f"The perplexity text {name} cannot be read: {error}.") from error
-    if not text.strip():
-        raise UsageError(f"The perplexity text {name} is empty.")
-    return text
+        raise UsageError(f"{name} is no perplexity text: give {', '.join(NAMED_TEXTS)} or a file that is there.")
+    if format_of(path) is None:
+        raise UsageError(f"The perplexity text {name} is no kind of file that is read here: use {', '.join(FORMATS)}.")
+    return path
 
 
-def _json_texts(path: Path) -> Iterator[str]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UsageError(f"Line {number} of {path.name} is not JSON: {error}.") from error
-            field = next(
-                (field for field in _FIELDS if isinstance(row, dict) and isinstance(row.get(field), str)), None
-            )
-            if field is None:
-                there = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-                raise UsageError(f"Line {number} of {path.name} has no `text` field; it has: {there}.")
-            yield row[field]
+def _not_empty(path: Path, fields: Sequence[str]) -> Iterator[str]:
+    empty = True
+    for piece in running_text(path, fields):
+        empty = empty and not piece.strip()
+        yield piece
+    if empty:
+        raise UsageError(f"The perplexity text {path} is empty.")

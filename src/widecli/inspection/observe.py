@@ -23,13 +23,15 @@ from widecli.inspection.groups import (
 from widecli.model import checkpoint
 from widecli.model.backbone import load_backbone
 from widecli.model.gate import margins
+from widecli.model.positions import positions
 from widecli.model.routed import RoutedModel
+from widecli.model.vocabulary import refuse_unknown
 
 if TYPE_CHECKING:
     from widecli.recipe.schema import ModelSection
 
 WINDOW = 1024
-"""Tokens that see each other: a longer text is read in pieces of this length."""
+"""Tokens that see each other: a longer text is read in pieces of this length, or of the model's longest."""
 
 
 @dataclass(frozen=True)
@@ -65,25 +67,28 @@ def observe(
     Raises:
         UsageError: a text too short to say anything, or a model that the checkpoint was not trained on.
     """
-    from widecli.evaluate.texts import perplexity_text
+    from widecli.evaluate.texts import beginning, perplexity_text
 
     config = checkpoint.read_config(directory)
-    label, words = perplexity_text(text, data_root, offline)
+    label, pieces = perplexity_text(text, data_root, offline)
+    # a token is rarely longer than twenty characters: no need to read a whole book
+    words = beginning(pieces, 20 * tokens + 1000)
     note(f"loading {model.name}")
     backbone = load_backbone(model)
-    # a token is rarely longer than twenty characters: no need to encode a whole book
-    encoded = backbone.tokenizer(words[: 20 * tokens + 1000], add_special_tokens=False, verbose=False)["input_ids"]
+    encoded = backbone.tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"]
     ids = encoded[:tokens]
     if len(ids) < 2:
         raise UsageError(f"the text {text} has {len(ids)} tokens: name a longer one with --text")
+    refuse_unknown(f"the text {text}", ids, backbone.model)
     note(f"reading {len(ids)} tokens of {label}")
+    window = min(WINDOW, positions(backbone.model.config))
     routed, _ = checkpoint.attach(directory, backbone)
     order = stored_channels(directory, config)
     watched, substitutes = _Certainty(routed), Substitutes(routed)
     try:
         with torch.no_grad(), routed.tracing(keep_masks=True) as trace:
-            for start in range(0, len(ids), WINDOW):
-                piece = torch.tensor([ids[start : start + WINDOW]], device=backbone.device)
+            for start in range(0, len(ids), window):
+                piece = torch.tensor([ids[start : start + window]], device=backbone.device)
                 routed.decoder(input_ids=piece, use_cache=False)
     finally:
         watched.stop()
@@ -98,7 +103,7 @@ def observe(
         num_layers=len(routed.layers),
         masks={key: torch.cat(parts).cpu() for key, parts in trace.masks.items()},
         certainty=watched.means(),
-        summary=trace.summary(min(len(ids), WINDOW)),
+        summary=trace.summary(min(len(ids), window)),
         regroupings=() if order is None else regroupings(order, routed.layers),
         substitutions=substitutes.found(),
     )

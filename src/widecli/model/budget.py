@@ -67,6 +67,7 @@ class Budget:
                 (trace.layer_rates(p).mean() - target).abs() for p in parts if (target := self.target(p)) is not None
             ]
             return torch.stack(gaps).mean()
+        # Absolute, as in the paper: the pull towards the target does not fade as the target comes near.
         if self.kind == "uniform":
             return (self._layer_means(trace) - self.sparsity).abs().mean()
         if self.kind == "flops":

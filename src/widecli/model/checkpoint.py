@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from widecli.errors import UsageError
+from widecli.model.finite import first_not_finite
 from widecli.model.identity import BackboneIdentity
-from widecli.model.plan import RoutingPlan
+from widecli.model.plan import ModelShape, RoutingPlan
 from widecli.model.router import plain_state
 from widecli.recipe.retired import MODE, RETIRED
-from widecli.storage import atomic_directory
+from widecli.storage import atomic_directory, changed_file, checksum
 
 if TYPE_CHECKING:
     from widecli.model.adapter import Adapter
@@ -54,6 +55,7 @@ class CheckpointConfig:
     adapter: Mapping[str, Any] | None = None  # facts of the LoRA adapter in `adapter/`, or of the one merged
     origin: Mapping[str, Any] | None = None  # the checkpoint that a second stage began with: see `origin_of`
     merged: BackboneIdentity | None = None  # the model whose weights lie in this very directory; `backbone` = its base
+    files: Mapping[str, str] = field(default_factory=dict, compare=False)  # checksums; {} in older checkpoints
 
     @property
     def adapter_folder(self) -> str | None:
@@ -70,6 +72,8 @@ class CheckpointConfig:
         if self.merged is not None:
             more["merged"] = asdict(self.merged)
         schema = SCHEMA_WITH_MORE if more else SCHEMA
+        if self.files:
+            more["files"] = dict(self.files)
         if self.plan.grouping == "clustered" or self.plan.compensation is not None:
             schema = SCHEMA_WITH_GROUPS
         return {
@@ -92,7 +96,7 @@ def save(
     compensations: nn.ModuleDict | None = None,
     order: Tensor | None = None,
 ) -> None:
-    """Write a checkpoint atomically: wide_config.json, router.safetensors, recipe.yaml, README.md.
+    """Write a checkpoint atomically: router.safetensors, wide_config.json with checksums, recipe.yaml, README.md.
 
     `compensations` go to compensation.safetensors where the plan compensates, the channels' `order` [L, D'] to
     channels.safetensors where they are regrouped. `extra` maps further file names to a callable that writes them (the
@@ -109,11 +113,28 @@ def save(
         if config.plan.grouping == "clustered":
             assert order is not None
             save_file({"order": order.cpu().contiguous()}, scratch / CHANNELS, metadata={"format": "pt"})
+        for name, write in (extra or {}).items():
+            write(scratch / name)
+        # of what programs read; recipe and card are for people, who may edit them
+        config = replace(config, files=checksums(scratch))
         (scratch / CONFIG).write_text(json.dumps(config.to_json(), indent=2) + "\n")
         (scratch / "recipe.yaml").write_text(recipe_yaml)
         (scratch / "README.md").write_text(model_card(config))
-        for name, write in (extra or {}).items():
-            write(scratch / name)
+
+
+def checksums(directory: Path) -> dict[str, str]:
+    """Of every file in a directory and below it, by its relative path."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): checksum(path) for path in files}
+
+
+def refuse_changed(directory: Path, config: CheckpointConfig, names: Iterable[str]) -> None:
+    """Raise UsageError for a file that is not what the checkpoint was saved with."""
+    if found := changed_file(directory, config.files, names):
+        raise UsageError(
+            f"{directory / found} is not the file that was saved: its checksum differs from the one in {CONFIG}; take "
+            "another checkpoint of the run"
+        )
 
 
 def resolve(path: str | Path) -> Path:
@@ -152,14 +173,15 @@ def read_config(directory: Path) -> CheckpointConfig:
     try:
         adapter, merged = data.get("adapter"), data.get("merged")
         return CheckpointConfig(
-            backbone=BackboneIdentity(**data["backbone"]),
+            backbone=BackboneIdentity.from_json(data["backbone"]),
             plan=RoutingPlan.from_json(data["plan"]),
             step=int(data["step"]),
             recipe_hash=data["recipe_hash"],
             achieved=data["achieved"],
             adapter={k: v for k, v in adapter.items() if k != "folder"} if adapter else None,
             origin=data.get("origin"),
-            merged=BackboneIdentity(**merged) if merged else None,
+            merged=BackboneIdentity.from_json(merged) if merged else None,
+            files=dict(data.get("files") or {}),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{path} is damaged or from another version ({error}); take another checkpoint") from error
@@ -192,13 +214,13 @@ def section_of(directory: Path) -> ModelSection:
 
     Raises UsageError for a checkpoint without its recipe.
     """
-    from widecli.recipe.load import load_text
+    from widecli.recipe.load import load_stored
 
     config = read_config(directory)
     stored = directory / "recipe.yaml"
     if not stored.is_file():
         raise UsageError(f"{directory} lacks its recipe.yaml; take another checkpoint of the run")
-    section = load_text(stored.read_text(encoding="utf-8"), str(stored)).model
+    section = load_stored(stored).model
     if config.merged:
         section = section.model_copy(update={"name": str(directory), "revision": None})
     return section
@@ -210,7 +232,6 @@ def attach(directory: Path, backbone: Backbone) -> tuple[RoutedModel, Adapter | 
     For a merged checkpoint the backbone is the model in the checkpoint's own directory. Raises UsageError when the
     backbone is another model or a file does not fit.
     """
-    from widecli.model.adapter import Adapter
     from widecli.model.routed import RoutedModel
 
     config = read_config(directory)
@@ -219,11 +240,32 @@ def attach(directory: Path, backbone: Backbone) -> tuple[RoutedModel, Adapter | 
         raise UsageError(
             f"{directory} was trained on {wanted.id}, and {backbone.identity.id} is another model: {difference}"
         )
-    folder = config.adapter_folder
-    adapter = Adapter.load(backbone.model, directory / folder) if folder else None
+    refuse_odd_plan(directory, config, backbone.shape)
+    adapter = load_adapter(directory, backbone.model)
     routed = RoutedModel.attach(backbone.model, config.plan)
     load_routing(directory, routed)
     return routed, adapter
+
+
+def refuse_odd_plan(directory: Path, config: CheckpointConfig, shape: ModelShape) -> None:
+    """Raise UsageError naming the checkpoint whose plan does not fit its own backbone."""
+    try:
+        config.plan.validate(shape)
+    except UsageError as error:
+        raise UsageError(f"{directory / CONFIG} is damaged: {error}; take another checkpoint of the run") from error
+
+
+def load_adapter(directory: Path, model: nn.Module) -> Adapter | None:
+    """Put a checkpoint's adapter on its backbone; None where it has none. Raises UsageError."""
+    from widecli.model import adapter
+
+    config = read_config(directory)
+    folder = config.adapter_folder
+    if folder is None:
+        return None
+    loaded = adapter.Adapter.load(model, directory / folder)
+    refuse_changed(directory, config, (f"{folder}/{name}" for name in (adapter.CONFIG, adapter.WEIGHTS)))
+    return loaded
 
 
 def origin_of(directory: Path) -> dict[str, Any]:
@@ -240,6 +282,15 @@ def origin_of(directory: Path) -> dict[str, Any]:
         "step": config.step,
         "routers_hash": digest,
     }
+
+
+def loaded_files(config: CheckpointConfig) -> tuple[str, ...]:
+    """Every file that `attach` reads, by its path in the checkpoint."""
+    from widecli.model import adapter
+
+    folder = config.adapter_folder
+    of_adapter = tuple(f"{folder}/{name}" for name in (adapter.CONFIG, adapter.WEIGHTS)) if folder else ()
+    return (*routing_files(config), *of_adapter)
 
 
 def content_hash(directory: Path) -> str:
@@ -261,29 +312,37 @@ def load_routing(directory: Path, routed: RoutedModel) -> None:
     """Fill a model's routers and compensations from a checkpoint of its plan, exactly, and bring its channels into the
     order that they decide about. Raises UsageError.
     """
+    config = read_config(directory)
     load_routers(directory, routed.routers)
     if routed.plan.compensation is not None:
-        _fill(routed.compensations, directory / COMPENSATION)
+        _fill(routed.compensations, directory / COMPENSATION, config)
     if routed.plan.grouping == "clustered":
         order = _read(directory / CHANNELS).get("order")
         if order is None:
             raise UsageError(f"{directory / CHANNELS} lacks its tensor 'order'; take another checkpoint of the run")
         # the weights of a merged model lie in this order already
-        if read_config(directory).merged is None:
+        if config.merged is None:
             routed.regroup(order, str(directory / CHANNELS))
+        refuse_changed(directory, config, [CHANNELS])
 
 
 def load_routers(directory: Path, routers: nn.ModuleDict) -> None:
-    """Fill `routers` from a checkpoint, exactly. Raises UsageError naming missing, unexpected and misshaped keys."""
-    _fill(routers, directory / ROUTERS)
+    """Fill `routers` from a checkpoint, exactly.
+
+    Raises UsageError naming keys that are missing, unexpected, misshaped or not finite, and a file that has changed.
+    """
+    _fill(routers, directory / ROUTERS, read_config(directory))
 
 
-def _fill(modules: nn.ModuleDict, path: Path) -> None:
+def _fill(modules: nn.ModuleDict, path: Path, config: CheckpointConfig) -> None:
     tensors = _read(path)
     expected = modules.state_dict()
     problems = _key_problems(expected, tensors)
     if problems:
         raise UsageError(f"{path} does not fit its own plan: " + "; ".join(problems))
+    if odd := first_not_finite(tensors.items()):
+        raise UsageError(f"{path} is not finite: {odd} holds NaN or infinity; take another checkpoint of the run")
+    refuse_changed(path.parent, config, [path.name])
     modules.load_state_dict(tensors, strict=True)
 
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from widecli.errors import WideError
 from widecli.model import checkpoint
 from widecli.model.backbone import Backbone
-from widecli.model.identity import BackboneIdentity, config_hash, weights_hash
+from widecli.model.identity import BackboneIdentity, weights_hash
+from widecli.model.positions import positions
 from widecli.model.routed import RoutedModel
 from widecli.model.standalone import routing_facts, write_refusal, write_standalone
-from widecli.storage import atomic_directory
+from widecli.storage import as_bytes, atomic_directory
 
 RECIPE = "recipe.yaml"
 CARD = "README.md"
@@ -49,13 +50,14 @@ class MergeCheck:
 def export_copy(directory: Path, out: Path, card: str) -> None:
     """Copy a checkpoint without its training state: routing, adapter, recipe, config, and `card` as its README."""
     config = checkpoint.read_config(directory)
+    checkpoint.refuse_changed(directory, config, checkpoint.loaded_files(config))
     with atomic_directory(out) as scratch:
         for name in (checkpoint.CONFIG, *checkpoint.routing_files(config), RECIPE):
             shutil.copyfile(directory / name, scratch / name)
         if config.adapter_folder:
             shutil.copytree(directory / config.adapter_folder, scratch / config.adapter_folder)
         write_refusal(scratch, config.backbone.id)
-        (scratch / CARD).write_text(card, encoding="utf-8")
+        (scratch / CARD).write_bytes(as_bytes(card))
 
 
 def export_merged(
@@ -74,6 +76,7 @@ def export_merged(
     check: MergeCheck | None = None
     if adapter is not None:
         ids = backbone.tokenizer(CHECK_TEXT, return_tensors="pt").input_ids.to(backbone.device)
+        ids = ids[:, : positions(model.config)]
         before = _predict(routed, ids)
         routed.detach()
         adapter.merge()
@@ -82,16 +85,17 @@ def export_merged(
         check = _compare(before, _predict(routed, ids), model.dtype)
         _refuse_difference(check, *TOLERANCE[model.dtype])
     routed.detach()
-    merged = BackboneIdentity(out.name, None, config_hash(model.config), weights_hash(model))
+    merged = BackboneIdentity.of(out.name, None, model.config, weights_hash(model))
     with atomic_directory(out) as scratch:
         model.save_pretrained(scratch)
         write_standalone(scratch, model.config, routing_facts(model.config, config.plan))
         backbone.tokenizer.save_pretrained(scratch)
         for name in (*checkpoint.routing_files(config), RECIPE):
             shutil.copyfile(directory / name, scratch / name)
-        document = replace(config, merged=merged).to_json()
+        files = {name: config.files[name] for name in checkpoint.routing_files(config) if name in config.files}
+        document = replace(config, merged=merged, files=files).to_json()
         (scratch / checkpoint.CONFIG).write_text(json.dumps(document, indent=2) + "\n")
-        (scratch / CARD).write_text(card(check), encoding="utf-8")
+        (scratch / CARD).write_bytes(as_bytes(card(check)))
     return check
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from widecli.errors import UsageError
 
@@ -154,6 +154,8 @@ class RoutingPlan:
                 )
         if self.grouping == "clustered" and not self.by_groups:
             raise UsageError(f"routing.mode={self.mode} has no groups of channels; routing.grouping must be contiguous")
+        if not 1 <= self.rank <= shape.hidden_size:
+            raise UsageError(f"routing.rank={self.rank} must lie between 1 and the hidden size {shape.hidden_size}")
         if self.compensation and not 0 <= self.compensation.rank <= shape.hidden_size:
             raise UsageError(
                 f"compensation.rank={self.compensation.rank} must lie between 0 and the hidden size {shape.hidden_size}"
@@ -216,7 +218,27 @@ class RoutingPlan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RoutingPlan:
-        """Inverse of `to_json`."""
+        """Inverse of `to_json`. Raises ValueError, TypeError or KeyError for what no plan holds."""
         overrides = {int(i): LayerOverride(**o) for i, o in data.get("overrides", {}).items()}
         compensation = CompensationPlan(**data["compensation"]) if data.get("compensation") else None
-        return cls(**{**data, "overrides": overrides, "compensation": compensation})
+        plan = cls(**{**data, "overrides": overrides, "compensation": compensation})
+        plan._refuse_odd_values()
+        return plan
+
+    def _refuse_odd_values(self) -> None:
+        """Raise ValueError for values that no recipe lets in: a file can hold anything."""
+        for name, known in (("mode", Mode), ("tap", Tap), ("grouping", Grouping)):
+            if (value := getattr(self, name)) not in get_args(known):
+                raise ValueError(f"{name} {value!r} is not one of {', '.join(get_args(known))}")
+        if self.parts not in ("all", *PARTS):
+            raise ValueError(f"parts {self.parts!r} is not one of all, {', '.join(PARTS)}")
+        sizes = {"rank": self.rank}
+        for where, holder in (("", self), *((f"layer {i}'s ", o) for i, o in self.overrides.items())):
+            for name in ("attention_group_size", "ffn_group_size"):
+                if holder is self or getattr(holder, name) is not None:
+                    sizes[f"{where}{name}"] = getattr(holder, name)
+        for name, size in sizes.items():
+            if type(size) is not int or size < 1:
+                raise ValueError(f"{name} is {size!r}, not a whole number above 0")
+        if self.compensation and (type(self.compensation.rank) is not int or self.compensation.rank < 0):
+            raise ValueError(f"the compensation's rank is {self.compensation.rank!r}, not a whole number")

@@ -49,6 +49,7 @@ class Decision:
         """Decide for the residual `x` [B, T, D]."""
         z = margins(self.router(x))
         if self.probing != "no":
+            # a leaf: the backward pass leaves dLoss/dmask there, the first-order worth of each group for each token
             mask = torch.ones_like(z) if self.probing == "open" else argmax_gate(z).float()
             self.mask = self.probe = mask.detach().requires_grad_(torch.is_grad_enabled())
             return
@@ -99,6 +100,7 @@ def mask_groups(x: Tensor, mask: Tensor) -> Tensor:
     """Zero the skipped groups: x [..., N * size], mask [..., N] -> x's shape. Non-finite values are zeroed too."""
     grouped = x.reshape(*x.shape[:-1], mask.shape[-1], -1)
     if mask.dtype == torch.bool:
+        # not a product: 0 * inf is NaN, and a skipped group may hold anything
         return grouped.masked_fill(~mask.unsqueeze(-1), 0).flatten(-2)
     return (grouped * mask.unsqueeze(-1).to(x.dtype)).flatten(-2)
 
@@ -243,6 +245,7 @@ class RoutedModel:
         masks = {key: d.mask for key, d in self.decisions.items() if d.active and d.mask is not None}
         for trace in self._traces:
             trace.add_pass(masks, self._valid)
+        # A mask that outlived its pass would be applied to another one's tokens, and keeps memory.
         for decision in self._unique_decisions():
             decision.mask = None
         for substitute in self.substitutes.values():
@@ -317,6 +320,7 @@ class RoutedModel:
                 decision.noise = decision.temperature = None
                 continue
             width = decision.router.groups
+            # contiguous: a compiled layer then sees the same strides whichever slice it is given
             decision.noise = gumbel.noise[..., offset : offset + width].contiguous()
             decision.temperature = gumbel.temperature
             offset += width

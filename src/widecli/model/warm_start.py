@@ -93,6 +93,7 @@ def reduced_rank_regression(xx: Tensor, xs: Tensor, rank: int, ridge: float) -> 
     xx [D, D] and xs [D, N] are `X^T X` and `X^T S`; `ridge` is relative to the mean diagonal of xx. Returns
     `left` [D, k] and `right` [N, k] with k = min(rank, N, D); predictions are `X @ left @ right.T`.
     """
+    # relative to the mean: a few channels of the residual stream are a hundred times larger than the rest
     penalty = ridge * xx.diagonal().mean() * torch.eye(len(xx), dtype=xx.dtype, device=xx.device)
     full = torch.linalg.solve(xx + penalty, xs)
     fitted = full.T @ xx @ full  # Gram matrix of the fitted values: its eigenvectors are their right singular vectors
@@ -132,6 +133,8 @@ def closed_form(
     settings = settings or WarmStart()
     say = progress or (lambda _: None)
     budget = budget.scaled(settings.budget_share)
+    # In log cost and log worth one threshold for all groups is the optimum of a knapsack by worth per parameter;
+    # a budget of several targets gives each part or layer its own.
     thresholds = dict.fromkeys(routed.decisions.values(), 0.0)
     sample = batches[: max(1, len(batches) // 2)]  # a threshold needs fewer tokens than a regression
     solve = for_budget(routed, budget)
@@ -213,6 +216,7 @@ def _collect(
                 x = rows(x, valid).float()
                 scores = x.new_zeros(len(x), decision.router.groups, dtype=torch.float64)
                 if first_order_weight < 1:
+                    # relative to the residual stream, whose norm grows from layer to layer
                     magnitude = (rows(added.pop(decision), valid).double() + _TINY).log()
                     relative = magnitude - (x.double().square().sum(-1, keepdim=True) + _TINY).log()
                     scores += (1 - first_order_weight) * relative

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from widecli.errors import WideError
 from widecli.profiling.environment import gpus, package_version, ram_bytes, usable_cores, without_home
+from widecli.storage import user_cache
 
 State = Literal["ok", "missing", "limited"]
 GIB = 2**30
@@ -225,9 +227,13 @@ def _data_root(name: str) -> Check:
 
 
 def _folders() -> Iterator[Check]:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    hub_cache = Path(os.environ.get("HF_HOME") or cache / "huggingface")
-    for name, folder in (("hub cache", hub_cache), ("token cache", cache / "wide"), ("runs", Path.cwd() / "runs")):
+    try:
+        cache = user_cache()
+    except WideError as error:
+        yield Check("token cache", "missing", str(error), "calibrate and eval", "XDG_CACHE_HOME")
+        return
+    hub_cache = Path(os.environ.get("HF_HOME") or cache.parent / "huggingface")
+    for name, folder in (("hub cache", hub_cache), ("token cache", cache), ("runs", Path.cwd() / "runs")):
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
         free = shutil.disk_usage(existing).free
         detail = f"{without_home(str(folder)) or '.'}, {free / GIB:.0f} GiB free"

@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from widecli.storage import home
+
 _PACKAGES = ("torch", "triton", "transformers", "peft", "lm-eval", "datasets", "tokenizers", "numpy")
 
 
@@ -100,7 +102,7 @@ def code_hash() -> str:
 
 def without_home(text: str) -> str:
     """A path in `text` relative to the working directory, or with `~` for the home directory."""
-    for folder, short in ((str(Path.cwd()), ""), (str(Path.home()), "~/")):
+    for folder, short in ((str(Path.cwd()), ""), (str(home() or ""), "~/")):
         if len(folder) > 1:  # not for "/", the home of some containers
             text = text.replace(f"{folder}/", short)
             if text == folder or text.endswith(f"={folder}"):

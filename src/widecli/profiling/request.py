@@ -71,6 +71,7 @@ class Flags:
     compare_hf: bool = False
     dense: str = "own"
     seconds: float = 5.0
+    beyond_positions: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,11 +129,12 @@ class Request:
 
     def recipe(self, wandb: str | None) -> RecordedRecipe:
         """The checkpoint's recipe; of a shape or a dense model, one that names it."""
-        from widecli.recipe.load import dump, load_text, resolve
+        from widecli.recipe.files import recipe_text
+        from widecli.recipe.load import dump, load_stored, resolve
 
         if self.checkpoint is not None:
-            text = (self.checkpoint / "recipe.yaml").read_text(encoding="utf-8")
-            recipe = load_text(text, str(self.checkpoint / "recipe.yaml"))
+            text = recipe_text(self.checkpoint / "recipe.yaml")
+            recipe = load_stored(self.checkpoint / "recipe.yaml")
         else:
             recipe = resolve(None, (), {"model.name": self.outline.name}).recipe
             text = dump(recipe)
@@ -144,11 +146,19 @@ class Request:
     def load(self, words: str) -> Subject:
         """Load or draw the weights. Raises UsageError for what only the model itself can tell."""
         if self.checkpoint is not None:
-            outline, model = load_checkpoint(self.checkpoint, self.flags.dtype, self.settings)
+            outline, model = load_checkpoint(
+                self.checkpoint, self.flags.dtype, self.settings, beyond_positions=self.flags.beyond_positions
+            )
             subject = subject_of_checkpoint(outline, model, self.settings, words)
         elif self.flags.model is not None:
-            dtype = self.flags.dtype or "auto"
-            outline, model = load_dense(self.flags.model, dtype, self.settings)
+            section = ModelSection.model_validate(
+                {
+                    "name": self.flags.model,
+                    "dtype": self.flags.dtype or "auto",
+                    "beyond_positions": self.flags.beyond_positions,
+                }
+            )
+            outline, model = load_dense(section, self.settings)
             assert model.backbone is not None
             subject = with_random_masks(outline, model.weights, self.settings, model.backbone.model)
         else:
@@ -228,7 +238,8 @@ def read(flags: Flags) -> Request:
         dtype = resolve_dtype(flags.dtype or section.dtype, device)
         outline = Outline(name, shape, dtype, False, None, device, plans)
     settings = _settings(flags, masks, sizes, added, outline)
-    _refuse_too_long(outline, settings)
+    if not flags.beyond_positions:
+        _refuse_too_long(outline, settings)
     by_memory = settings.throughput and flags.batch is None
     if by_memory:
         fits = grid.fitting_batches(outline, settings, free_bytes(device), loaded=False)
@@ -333,7 +344,8 @@ def _refuse_too_long(outline: Outline, settings: Settings) -> None:
     if outline.max_tokens is not None and longest > outline.max_tokens:
         raise UsageError(
             f"prompts of {max(settings.prompts)} tokens and {longest - max(settings.prompts)} generated ones are more "
-            f"than the {outline.max_tokens} that {outline.name} is made for; shorten --prompt"
+            f"than the {outline.max_tokens} that {outline.name} is made for; shorten --prompt, or add "
+            "--beyond-positions if you mean it"
         )
 
 

@@ -19,6 +19,7 @@ from widecli.model.backbone import load_backbone, resolve_dtype
 from widecli.model.compensation import build_compensations
 from widecli.model.plan import CompensationPlan, ModelShape, RoutingPlan
 from widecli.model.routed import build_routers
+from widecli.model.vocabulary import refuse_unknown
 from widecli.profiling.bound import Phase
 from widecli.profiling.shapes import config_of_shape, random_model
 from widecli.recipe.schema import ModelSection
@@ -159,16 +160,18 @@ def subject_of_shape(outline: Outline, config: Any, settings: Settings) -> Subje
     return with_random_masks(outline, take_weights(model), settings, model)
 
 
-def load_dense(name: str, dtype: str, settings: Settings) -> tuple[Outline, InferenceModel]:
+def load_dense(section: ModelSection, settings: Settings) -> tuple[Outline, InferenceModel]:
     """A dense model, to be measured with random masks."""
-    model = InferenceModel.from_dense(load_backbone(ModelSection.model_validate({"name": name, "dtype": dtype})))
-    return _outline_of(name, model, _plans_of(settings, model.shape, None)), model
+    model = InferenceModel.from_dense(load_backbone(section))
+    return _outline_of(section.name, model, _plans_of(settings, model.shape, None)), model
 
 
-def load_checkpoint(directory: Path, dtype: str | None, settings: Settings) -> tuple[Outline, InferenceModel]:
+def load_checkpoint(
+    directory: Path, dtype: str | None, settings: Settings, *, beyond_positions: bool = False
+) -> tuple[Outline, InferenceModel]:
     """A checkpoint, with its own plan or, where random masks replace its decisions, with those of the grid."""
     checkpoint.refuse_incomplete(directory)
-    model = InferenceModel.from_checkpoint(directory, dtype=dtype)
+    model = InferenceModel.from_checkpoint(directory, dtype=dtype, beyond_positions=beyond_positions)
     if model.plan is None or model.counter is None:
         raise UsageError(f"{directory} routes nothing: its plan leaves every part of every layer dense")
     plans = (model.plan,) if settings.masks == "learned" else _plans_of(settings, model.shape, model.plan)
@@ -179,17 +182,22 @@ def _plans_of(settings: Settings, shape: ModelShape, like: RoutingPlan | None) -
     return random_plans(shape, settings.group_sizes, like, settings.compensations)
 
 
+def characters_read(settings: Settings) -> int:
+    """How much of a text has tokens enough for the largest cell."""
+    return _CHARACTERS_A_TOKEN * max(settings.batches) * max(settings.prompts) + 1000
+
+
 def subject_of_checkpoint(outline: Outline, model: InferenceModel, settings: Settings, words: str) -> Subject:
     """The checkpoint on the text `words`, with its own decisions or (`settings.masks`) random ones."""
     assert model.plan is not None and model.backbone is not None
     if settings.masks == "random":
         return with_random_masks(outline, model.weights, settings, model.backbone.model)
-    needed = max(settings.batches) * max(settings.prompts)
-    encoded = model.backbone.tokenizer(
-        words[: _CHARACTERS_A_TOKEN * needed + 1000], add_special_tokens=False, verbose=False
-    )["input_ids"]
+    encoded = model.backbone.tokenizer(words[: characters_read(settings)], add_special_tokens=False, verbose=False)[
+        "input_ids"
+    ]
     if not encoded:
         raise UsageError("the text has no tokens: name a longer one with --text")
+    refuse_unknown("the text", encoded, model.backbone.model)
     text = torch.tensor(encoded, dtype=torch.int64)
     variant = Variant(None, model.plan, model)
     dense = InferenceModel.from_dense(model.weights, library=settings.dense == "library")

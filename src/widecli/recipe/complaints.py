@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from widecli.errors import UsageError
 from widecli.recipe.keys import Tree, accepted, accepts, key_before_branch, known_key, leaves, recipe_keys, value_at
 from widecli.recipe.retired import MODE, RETIRED
+from widecli.recipe.schema import LARGEST
 
 
 def refuse_odd_numbers(tree: Tree, provenance: Mapping[str, str]) -> None:
@@ -49,6 +50,8 @@ def _sentence(key: str, value: object, provenance: Mapping[str, str]) -> str:
     hint = ""
     if isinstance(value, (int, float)) and 2 <= value < 100 and "below 1" in valid:
         hint = f" ({value / 100:g} means {value:g} %)"
+    if isinstance(value, int) and value > LARGEST:
+        hint = ", of at most 63 bits"
     return f"{key}={_show_value(value)}{_origin(key, provenance)} must be {valid}{hint}."
 
 

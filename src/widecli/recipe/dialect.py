@@ -28,10 +28,30 @@ _RESOLVERS: tuple[tuple[str, re.Pattern[str], list[str]], ...] = (
 )
 
 
+_DEEPEST = 50
+_MOST_VALUES = 10_000
+
+
 class _Loader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2 scalars that refuses a key given twice."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - as declared by PyYAML
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(None, None, f"values are nested more than {_DEEPEST} deep", mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _refuse_bomb(node)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()
@@ -50,6 +70,31 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+def _refuse_bomb(root: yaml.Node) -> None:
+    """Aliases of aliases write out more values than any machine holds, and one that holds itself has no end."""
+    sizes: dict[int, int] = {}
+    open_nodes: set[int] = set()
+
+    def size(node: yaml.Node) -> int:
+        if id(node) in open_nodes:
+            raise yaml.composer.ComposerError(None, None, "an alias holds itself", node.start_mark)
+        if id(node) not in sizes:
+            open_nodes.add(id(node))
+            inner: list[yaml.Node] = []
+            if isinstance(node, yaml.MappingNode):
+                inner = [part for pair in node.value for part in pair]
+            elif isinstance(node, yaml.SequenceNode):
+                inner = node.value
+            sizes[id(node)] = 1 + sum(map(size, inner))
+            open_nodes.remove(id(node))
+        return sizes[id(node)]
+
+    if size(root) > max(_MOST_VALUES, len(sizes)):  # written out it is more than what stands there
+        raise yaml.composer.ComposerError(
+            None, None, f"aliases write out more than {_MOST_VALUES:,} values", root.start_mark
+        )
+
+
 class _Dumper(yaml.SafeDumper):
     """SafeDumper that quotes what `_Loader` would not read as text."""
 
@@ -65,8 +110,28 @@ for _tag, _pattern, _first in _RESOLVERS:
 
 
 def parse_yaml(text: str) -> Any:
-    """Reads one YAML document; raises `yaml.YAMLError` for bad syntax or a repeated key."""
+    """Reads one YAML document.
+
+    Raises `yaml.YAMLError` for bad syntax, a repeated key, and what no recipe needs: values nested more than 50 deep,
+    or aliases that write out 10,000 values.
+    """
     return yaml.load(text, Loader=_Loader)
+
+
+def parse_value(text: str) -> Any:
+    """Reads a value from a command line, where `#` begins no comment. Raises `yaml.YAMLError` as `parse_yaml`."""
+    if "#" not in text:
+        return parse_yaml(text)
+    stand_in = next(mark for mark in map(chr, range(0xE000, 0xF900)) if mark not in text)
+    return _replaced(parse_yaml(text.replace("#", stand_in)), stand_in)
+
+
+def _replaced(value: Any, stand_in: str) -> Any:
+    if isinstance(value, str):
+        return value.replace(stand_in, "#")
+    if isinstance(value, dict):
+        return {_replaced(key, stand_in): _replaced(item, stand_in) for key, item in value.items()}
+    return [_replaced(item, stand_in) for item in value] if isinstance(value, list) else value
 
 
 def dump_yaml(value: Any) -> str:

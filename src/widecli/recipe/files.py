@@ -12,6 +12,7 @@ from widecli.recipe.dialect import parse_yaml
 from widecli.recipe.keys import Tree, keys_of, leaves, recipe_keys, section_keys, suggestion
 from widecli.recipe.retired import drop_silent_keys
 from widecli.recipe.schema import NO_COMPENSATION
+from widecli.storage import given_path
 
 _BESIDE_STORED = ("wide_config.json", "environment.json", "summary.json")
 
@@ -35,7 +36,7 @@ def find_recipe(name: str, command: str = "calibrate") -> Path:
     A name without its folder means the recipe of `command` when several commands have one of that name; for a sweep
     without one, the calibration's.
     """
-    path = Path(name).expanduser()
+    path = given_path(name)
     if path.is_file():
         return path
     if path.is_dir() and (path / "recipe.yaml").is_file():
@@ -65,13 +66,7 @@ def read_with_base(path: Path, provenance: dict[str, str], seen: tuple[Path, ...
     shown = shown_path(path)
     if path in seen:
         raise UsageError(f"The recipe {shown} is its own base, by way of {' -> '.join(shown_path(p) for p in seen)}.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UsageError(f"The recipe {shown} is not UTF-8 text.") from None
-    except OSError as error:
-        raise UsageError(f"The recipe {shown} cannot be read: {error.strerror or error}.") from None
-    tree = parse_mapping(text, shown)
+    tree = parse_mapping(recipe_text(path, shown), shown)
     if is_stored(path):
         tree = as_stored(tree)
     base = tree.pop("base", None)
@@ -87,6 +82,18 @@ def read_with_base(path: Path, provenance: dict[str, str], seen: tuple[Path, ...
     for key in leaves(tree):
         provenance[key] = shown
     return _merge(merged, tree)
+
+
+def recipe_text(path: Path, shown: str | None = None) -> str:
+    """What a recipe file holds; raises UsageError, under the name `shown`, when that is no text."""
+    shown = shown or str(path)
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise UsageError(f"The recipe {shown} line {line} is not UTF-8 text: save it as UTF-8.") from None
+    except OSError as error:
+        raise UsageError(f"The recipe {shown} cannot be read: {error.strerror or error}.") from None
 
 
 def as_stored(tree: Tree) -> Tree:

@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from widecli.recipe.retired import PATTERN_KEYS, RETIRED
-from widecli.recipe.schema import Recipe, Section
+from widecli.recipe.schema import LARGEST, Recipe, Section
 
 Tree = dict[Any, Any]
 """A recipe before validation: sections as nested dictionaries."""
@@ -129,7 +129,7 @@ def _bounds(metadata: tuple[Any, ...]) -> str:
                     parts.append(f"above {low:g}")
                 case Lt(lt=high):
                     parts.append(f"below {high:g}")
-                case Le(le=high):
+                case Le(le=high) if high != LARGEST:
                     parts.append(f"of at most {high:g}")
     return f" {' and '.join(parts)}" if parts else ""
 

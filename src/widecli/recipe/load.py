@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -17,8 +18,16 @@ from pydantic import ValidationError
 
 from widecli.errors import UsageError
 from widecli.recipe.complaints import raise_usage_error, refuse_odd_numbers
-from widecli.recipe.dialect import dump_yaml, parse_yaml
-from widecli.recipe.files import as_stored, check_keys, find_recipe, parse_mapping, read_with_base, shown_path
+from widecli.recipe.dialect import dump_yaml, parse_value
+from widecli.recipe.files import (
+    as_stored,
+    check_keys,
+    find_recipe,
+    parse_mapping,
+    read_with_base,
+    recipe_text,
+    shown_path,
+)
 from widecli.recipe.keys import (
     Tree,
     accepts,
@@ -77,25 +86,25 @@ def resolve(
         tree = read_with_base(path, provenance)
     for override in overrides:
         _apply_override(tree, override, provenance)
-    for key, value in (flags or {}).items():
-        if value is not None:
-            _set(tree, key, _fitted(key, value), provenance, "flag")
-    refuse_odd_numbers(tree, provenance)
-    try:
-        resolved = Recipe.model_validate(tree)
-    except ValidationError as error:
-        raise_usage_error(error, tree, provenance)
+    given = {key: value for key, value in (flags or {}).items() if value is not None}
+    for key in given:
+        _refuse_bad_value(tree, key, provenance)  # before the flag hides it
+    for key, value in given.items():
+        _set(tree, key, _fitted(key, value), provenance, "flag")
+    resolved = _validated(tree, provenance)
     return ResolvedRecipe(resolved, source, recipe_hash(resolved), provenance)
 
 
 def recipe_hash(recipe: Recipe) -> str:
     """First 8 hex digits of the SHA-256 of everything but `track`, `sweep` and `distributed`.
 
-    A `lora` section at its defaults, contiguous groups, no compensation and no distillation leave no trace: nothing
-    reads them, and recipes from before they existed keep their hash.
+    A `lora` section at its defaults, contiguous groups, no compensation, no distillation and no sequences beyond the
+    model's positions leave no trace: nothing reads them, and recipes from before they existed keep their hash.
     """
     without = {"track", "sweep", "distributed"} | ({"lora"} if recipe.lora == LoraSection() else set())
     content = recipe.model_dump(mode="json", exclude=without)
+    if not content["model"]["beyond_positions"]:
+        del content["model"]["beyond_positions"]
     routing, compensation = content["routing"], content["compensation"]
     if routing["grouping"] == "contiguous":
         del routing["grouping"]
@@ -108,10 +117,15 @@ def recipe_hash(recipe: Recipe) -> str:
 
 
 def dump(recipe: Recipe) -> str:
-    """The whole recipe as YAML, without `sweep` and `distributed` that say nothing; `load_text` brings it back."""
-    without = {"sweep"} if recipe.sweep == SweepSection() else set()
+    """The whole recipe as YAML, without `sweep`, `distributed` and `model.beyond_positions` where these say nothing.
+
+    `load_text` brings it back.
+    """
+    without: dict[str, Any] = {"sweep": True} if recipe.sweep == SweepSection() else {}
     if recipe.distributed == DistributedSection():
-        without |= {"distributed"}
+        without["distributed"] = True
+    if not recipe.model.beyond_positions:
+        without["model"] = {"beyond_positions"}
     return dump_yaml(recipe.model_dump(mode="json", exclude=without))
 
 
@@ -120,11 +134,34 @@ def load_text(text: str, name: str = "recipe") -> Recipe:
     tree = as_stored(parse_mapping(text, name))
     provenance = dict.fromkeys(leaves(tree), name)
     check_keys(tree, name)
+    return _validated(tree, provenance)
+
+
+def _validated(tree: Tree, provenance: Mapping[str, str]) -> Recipe:
     refuse_odd_numbers(tree, provenance)
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
         raise_usage_error(error, tree, provenance)
+
+
+def _refuse_bad_value(tree: Tree, key: str, provenance: Mapping[str, str]) -> None:
+    """Refuses what a tree says under one key, if it says something that the key does not take."""
+    section, _, name = key.partition(".")
+    part = tree.get(section)
+    if key in provenance and isinstance(part, dict) and name in part:
+        alone = {section: {name: part[name]}}
+        refuse_odd_numbers(alone, provenance)
+        try:
+            Recipe.model_validate(alone)
+        except ValidationError as error:
+            if any(item["loc"][:2] == (section, name) for item in error.errors()):  # not a rule over several keys
+                raise_usage_error(error, alone, provenance)
+
+
+def load_stored(path: Path) -> Recipe:
+    """The recipe that a run or checkpoint stored."""
+    return load_text(recipe_text(path), str(path))
 
 
 def _apply_override(tree: Tree, override: str, provenance: dict[str, str]) -> None:
@@ -141,7 +178,7 @@ def _apply_override(tree: Tree, override: str, provenance: dict[str, str]) -> No
             raise UsageError(f"{key} is a section; set one of its keys ({keys_of(key)}).")
         raise UsageError(f"Unknown key {key} in {override!r}; {suggestion(key)}")
     try:
-        value = parse_yaml(text)
+        value = parse_value(text)
     except (yaml.YAMLError, ValueError):
         value = text  # the field's own check says what is valid
     if known == key:

@@ -10,7 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-PositiveInt = Annotated[int, Field(gt=0)]
+LARGEST = 2**63 - 1
+"""Of whole numbers: what torch and NumPy take."""
+PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
 NO_COMPENSATION: dict[str, Any] = {"mean": False, "rank": 0}
@@ -33,6 +36,9 @@ class ModelSection(Section):
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flex_attention"] = Field(
         "auto", description="attention implementation of the backbone; auto = what the backbone prefers"
     )
+    beyond_positions: bool = Field(
+        False, description="let sequences, windows and prompts be longer than the backbone is made for"
+    )
 
 
 class DataSection(Section):
@@ -44,7 +50,9 @@ class DataSection(Section):
     subset: str | None = Field(None, description="configuration name of a Hub data set")
     split: str = Field("train", description="split of a Hub data set")
     text_field: str = Field("text", description="field that holds the text")
-    sequence_length: Annotated[int, Field(ge=2)] = Field(1024, description="tokens in one training sequence")
+    sequence_length: Annotated[int, Field(ge=2, le=LARGEST)] = Field(
+        1024, description="tokens in one training sequence"
+    )
     packing: Literal["concat", "sample"] = Field(
         "concat", description="concat = documents joined and cut; sample = one document a sequence, padded"
     )
@@ -99,7 +107,7 @@ class CompensationSection(Section):
     """What stands in for skipped groups. Off in the modes that skip whole parts, unless asked for."""
 
     mean: bool = Field(True, description="a skipped group adds its learned mean instead of nothing")
-    rank: Annotated[int, Field(ge=0)] = Field(
+    rank: Count = Field(
         32, description="of a bypass from a part's input to its output, scaled by the share skipped; 0 = none"
     )
     learning_rate: Annotated[float, Field(gt=0)] = Field(
@@ -139,7 +147,7 @@ class BudgetSection(Section):
 class TrainSection(Section):
     """The optimisation."""
 
-    steps: Annotated[int, Field(ge=0)] = Field(300, description="optimiser steps; 0 = the warm start alone")
+    steps: Count = Field(300, description="optimiser steps; 0 = the warm start alone")
     batch_size: PositiveInt = Field(32, description="sequences in a step")
     micro_batch_size: PositiveInt | None = Field(
         None, description="sequences in one forward; default: halved on out-of-memory until it fits"
@@ -154,7 +162,7 @@ class TrainSection(Section):
         0.0,
         description="share of the objective that is the KL divergence from the dense model; the rest is the LM loss",
     )
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Count = Field(0, description="of the order of the text, the noise and the dropout")
     compile: bool | Literal["auto"] = Field(
         "auto", description="torch.compile the decoder layer and the loss; auto = on a GPU (twice as fast there)"
     )
@@ -241,7 +249,7 @@ class SlurmSection(Section):
         "4:00:00",
         description="minutes, or Slurm's D-HH:MM:SS; a training that is not done by then goes on in a next turn",
     )
-    gpus: Annotated[int, Field(ge=0)] = Field(1, description="GPUs of a run; 0 = CPU only")
+    gpus: Count = Field(1, description="GPUs of a run; 0 = CPU only")
     cpus: PositiveInt = Field(4, description="CPU cores of a run")
     mem: str | None = Field(None, description="memory of a run, such as 64G; default: the cluster's")
     extra: dict[str, Any] = Field(
@@ -278,7 +286,7 @@ class SweepSection(Section):
         default_factory=dict, description="recipe key -> value that the second stage takes instead of the first's"
     )
     executor: Literal["local", "slurm"] = Field("local", description="this machine, or the cluster that it submits to")
-    retries: Annotated[int, Field(ge=0)] = Field(0, description="times that a run which failed is started again")
+    retries: Count = Field(0, description="times that a run which failed is started again")
     slurm: SlurmSection = SlurmSection()
 
 

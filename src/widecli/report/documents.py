@@ -71,7 +71,7 @@ def read_document(path: Path) -> dict[str, Any]:
         raise UnreadableError(f"its schema is {schema!r}; this version reads {TRAIN_SPEED!r}")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise UnreadableError("it cannot be read") from None
     results = found.get("results")
     if not isinstance(results, list) or not all(isinstance(entry, dict) for entry in results):

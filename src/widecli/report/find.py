@@ -14,6 +14,7 @@ from typing import Any
 
 from widecli.errors import UsageError
 from widecli.report.documents import Document, UnreadableError, document_schema, read_document
+from widecli.storage import printable
 from widecli.track.summary import REQUIRED_KEYS, SUMMARY_SCHEMA
 
 REPORT_DOCUMENT = "report.json"
@@ -179,9 +180,9 @@ def _complaint(summary: Mapping[str, Any]) -> str | None:
 def _json(path: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return printable(found) if isinstance(found, dict) else None
 
 
 def _yaml(path: Path) -> dict[str, Any]:
@@ -195,7 +196,7 @@ def _yaml(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError, yaml.YAMLError):
         raise UnreadableError("its recipe.yaml cannot be read") from None
-    return found if isinstance(found, dict) else {}
+    return printable(found) if isinstance(found, dict) else {}
 
 
 def _shown(path: Path) -> Path:
@@ -214,5 +215,5 @@ def _labels(paths: list[Path]) -> dict[Path, str]:
         length = 1
         while length < len(path.parts) and any(other.parts[-length:] == path.parts[-length:] for other in others):
             length += 1
-        labels[path] = "/".join(path.parts[-length:])
+        labels[path] = printable("/".join(path.parts[-length:]))
     return labels

@@ -123,8 +123,9 @@ def table_html(table: Table, linked: set[str], titled: bool = True) -> str:
         cells = []
         for column in table.columns:
             value = row.get(column.key)
+            head = f' data-h="{escape(column.head.replace(chr(10), " "), quote=True)}"'  # where a row is a list
             if column.key == "runs" and runs:
-                cells.append(f'<td class="text runs">{_runs(runs, linked)}</td>')
+                cells.append(f'<td class="text runs"{head}><span>{_runs(runs, linked)}</span></td>')
                 continue
             bare = value_of(value)
             sort = f' data-v="{bare!r}"' if isinstance(bare, float) else ""
@@ -133,7 +134,7 @@ def table_html(table: Table, linked: set[str], titled: bool = True) -> str:
                 tip = f' title="{escape(", ".join(value.runs), quote=True)}"'
             text = shown(value, column.kind)
             css = _css(column) + (" long" if column.kind == "text" and len(text) > _LONG_TEXT else "")
-            cells.append(f'<td class="{css}"{sort}{tip}>{escape(text)}</td>')
+            cells.append(f'<td class="{css}"{head}{sort}{tip}>{escape(text)}</td>')
         rows.append(f"<tr{anchor}>{''.join(cells)}</tr>\n")
     title = f"<h3>{escape(table.title)}</h3>\n" if titled else ""
     caption = f'<p class="soft">{escape(table.caption)}</p>\n' if table.caption else ""

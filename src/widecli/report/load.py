@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from widecli.recipe.schema import NO_COMPENSATION, Recipe
 from widecli.report.find import StoredRun
 from widecli.report.flops import gross_and_net
 from widecli.report.lineage import began_with, converted, producer_of, producers
+from widecli.storage import printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,6 +54,8 @@ FLOPS = ("net", "gross")
 # lm-eval results do not depend on these beyond noise, but a reader wants to know that they differ.
 _WORTH_A_NOTE = ("data", "lm_eval", "transformers", "max_length", "scoring")
 _USUAL_WINDOW = 2048
+_WINDOWS = re.compile(r"@\d+$")
+_HASHED = re.compile(r":([0-9a-f]{16})(?:@\d+)?$")  # a text file in a protocol
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ def load(runs: Sequence[StoredRun]) -> Results:
 
     made = producers(runs)
     names = _model_names(runs)
+    alike = _called_alike(runs)
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
     for run in runs:
@@ -78,9 +83,9 @@ def load(runs: Sequence[StoredRun]) -> Results:
             producer = producer_of(run, made)
             if producer is None and run.summary.get("checkpoint"):
                 notes.append(f"{run.label}: the run behind its checkpoint is not here; its own recipe describes it")
-            rows.append(_identity(run, producer, model) | _skipped(run.summary) | _quality(run.summary))
+            rows.append(_identity(run, producer, model) | _skipped(run.summary) | _quality(run.summary, alike))
             if isinstance(dense := run.summary.get("dense"), dict):
-                rows.append(_dense_beside(run, dense, model))
+                rows.append(_dense_beside(run, dense, model, alike))
         elif run.command == "profile":
             rows.append(_identity(run, producer_of(run, made), model) | speedups(run.summary))
     began = {run.label: configuration for run in made if (configuration := _beginning(run, made))}
@@ -106,7 +111,7 @@ def _identity(run: StoredRun, producer: StoredRun | None, model: str) -> dict[st
     """What a row is. The producer's recipe describes it; a stored evaluation may have had another one."""
     summary, recipe = run.summary, (producer or run).recipe
     plan = summary.get("plan") or (producer.summary.get("plan") if producer else None) or {}
-    row: dict[str, Any] = {"run": run.label, "path": str(run.path), "command": run.command, "model": model}
+    row: dict[str, Any] = {"run": run.label, "path": printable(str(run.path)), "command": run.command, "model": model}
     row |= _protocol(summary)
     if not plan and run.command == "profile":  # of a bare shape
         return row | {"origin": run.label, "stage": run.command, "mode": "shape", "configuration": run.label}
@@ -219,9 +224,8 @@ def _validation(summary: Mapping[str, Any]) -> dict[str, Any]:
     return {f"validation {text}": number(validation.get("final"))}
 
 
-def _quality(summary: Mapping[str, Any]) -> dict[str, Any]:
+def _quality(summary: Mapping[str, Any], alike: frozenset[str]) -> dict[str, Any]:
     """Perplexities, tasks, and the FLOPs skipped while each was measured."""
-    protocol = summary.get("protocol") or {}
     items = _protocol(summary)["items"]
     by_text = dict(summary.get("skip_by_text") or {})
     found: dict[str, Any] = {}
@@ -230,7 +234,7 @@ def _quality(summary: Mapping[str, Any]) -> dict[str, Any]:
     # recorded in the order of the perplexities, under the recipe's name for the text
     at_text = [*by_text.values(), *([None] * len(texts))]
     for (key, value), rates in zip(texts.items(), at_text, strict=False):
-        name = perplexity_name(key, protocol)
+        name = _text_name(key, summary, alike)
         found[f"perplexity {name}"] = number(value)
         found |= _flops_behind(rates, summary, name)
     if items is None:
@@ -258,12 +262,37 @@ def _flops(flops: Mapping[str, Any], where: str = "") -> dict[str, float | None]
     return {f"flops net{where}": net, f"flops gross{where}": gross}
 
 
+def _called_alike(runs: Iterable[StoredRun]) -> frozenset[str]:
+    """The names of perplexities under which evaluations measured files of different contents."""
+    contents: dict[str, set[str]] = {}
+    for run in runs:
+        for key in run.summary.get("perplexity") or {}:
+            name = perplexity_name(key, run.summary.get("protocol") or {})
+            contents.setdefault(name, set()).add(_content(key, run.summary))
+    return frozenset(name for name, found in contents.items() if len(found) > 1)
+
+
+def _text_name(key: str, summary: Mapping[str, Any], alike: frozenset[str]) -> str:
+    """`perplexity_name`, with what tells the text from others of that name."""
+    name = perplexity_name(key, summary.get("protocol") or {})
+    return f"{name} #{_content(key, summary)}" if name in alike else name
+
+
+def _content(key: str, summary: Mapping[str, Any]) -> str:
+    """The beginning of the hash of a text file that was measured, as the protocol records it; nothing for others."""
+    texts, keys = (summary.get("protocol") or {}).get("perplexity"), list(summary.get("perplexity") or {})
+    if not isinstance(texts, list) or len(texts) != len(keys):
+        return ""
+    found = _HASHED.search(str(texts[keys.index(key)]))
+    return found[1][:6] if found else ""
+
+
 def perplexity_name(key: str, protocol: Mapping[str, Any]) -> str:
     """`wikitext2/token_ppl` -> `wikitext2`, with what is unusual about how the text was cut."""
-    text, _, metric = key.partition("/")
-    name = text if metric in ("", "token_ppl") else key
+    text, _, metric = key.rpartition("/")
+    name = text if text and metric == "token_ppl" else key
     window, windows = number(protocol.get("perplexity_window")), number(protocol.get("perplexity_windows"))
-    if windows is not None and "@" not in name:
+    if windows is not None and not _WINDOWS.search(name):
         name += f"@{windows:.0f}"
     return name if window in (None, _USUAL_WINDOW) else f"{name} (window {window:.0f})"
 
@@ -285,14 +314,14 @@ def speedups(summary: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _dense_beside(run: StoredRun, dense: Mapping[str, Any], model: str) -> dict[str, Any]:
+def _dense_beside(run: StoredRun, dense: Mapping[str, Any], model: str, alike: frozenset[str]) -> dict[str, Any]:
     """The dense model as an evaluation measured it beside its checkpoint."""
     alone = {**dense, "plan": None, "protocol": run.summary.get("protocol"), "retention": 1.0, "skip_by_text": None}
-    row = {"run": run.label, "path": str(run.path), "command": "eval", "model": model}
+    row = {"run": run.label, "path": printable(str(run.path)), "command": "eval", "model": model}
     row |= {"origin": f"{DENSE} {model}", "stage": DENSE, "mode": DENSE, "configuration": DENSE}
     protocol = _protocol(alone)
     protocol["fullness"] -= 0.5  # a dense run of its own goes first
-    return row | protocol | _quality(alone)
+    return row | protocol | _quality(alone, alike)
 
 
 def _fill_retention(frame: pd.DataFrame) -> None:

@@ -29,6 +29,14 @@ class Figure:
 
 
 @dataclass(frozen=True)
+class Together:
+    """Figures that may stand in one row: of one evaluation a training, what was skipped with what was measured."""
+
+    figures: dict[str, Figure]
+    runs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Point:
     """One configuration. `extra` says what sets it apart from others of the same mode, sparsity, G and steps.
 
@@ -49,6 +57,13 @@ class Point:
     extra: str = ""
     began_with: str | None = None
     kind: str = ""
+    evaluations: tuple[Together, ...] = ()
+
+    def rows(self) -> list[Point]:
+        """The point once for each thing that evaluations measured: what stands in one row comes from one of them."""
+        if len(self.evaluations) == 1:
+            return [replace(self, figures=self.evaluations[0].figures)]
+        return [replace(self, figures=one.figures, runs=one.runs) for one in self.evaluations] or [self]
 
     @property
     def trained_as(self) -> str:
@@ -134,6 +149,7 @@ def points(frame: pd.DataFrame) -> list[Point]:
                 figures={name: figure for name in figure_columns(frame) if (figure := _figure(rows, name))},
                 runs=tuple(dict.fromkeys(rows["run"])),
                 began_with=next(iter(rows["began_with"].dropna()), None),
+                evaluations=_evaluations(rows, figure_columns(frame)) if first["mode"] != DENSE else (),
             )
         )
     return _told_apart(sorted(_of_kinds(made), key=_order))
@@ -179,6 +195,36 @@ def _figure(rows: pd.DataFrame, name: str) -> Figure | None:
     chosen = known.sort_values("fullness", ascending=False, kind="stable").drop_duplicates("origin")
     values = [float(value) for value in chosen[name]]
     return Figure(mean(values), stdev(values) if len(values) > 1 else None, tuple(chosen["run"]))
+
+
+_MEASURED = ("perplexity ", "average ", "task ")
+_BESIDE = ("validation ", "ttft ", "tpot ")
+
+
+def _evaluations(rows: pd.DataFrame, names: Sequence[str]) -> tuple[Together, ...]:
+    """What evaluations of a configuration measured, each training by one of them; another one has a row of its own.
+
+    A row is for what an evaluation measured, unless another measured that among more, or on more items; a training
+    whose evaluations all measured less is in it by the one that measured most. Trainings' own held-out figures and
+    measured speeds, which have names of their own, stand beside each.
+    """
+    evaluated = rows[rows["command"] == "eval"]
+    columns = {name: name.partition(" [")[0] for name in names if name.startswith(_MEASURED)}  # however many items
+    measured = [
+        frozenset(what for name, what in columns.items() if not math.isnan(row[name]))
+        for _, row in evaluated.iterrows()
+    ]
+    others = rows[rows["command"] != "eval"]
+    beside = {name: figure for name in names if name.startswith(_BESIDE) if (figure := _figure(rows, name))}
+    found = []
+    for widest in [one for one in dict.fromkeys(measured) if not any(one < more for more in measured)]:
+        within = evaluated[[one <= widest for one in measured]]
+        sizes = [len(one) for one in measured if one <= widest]
+        ordered = within.assign(size=sizes).sort_values(["size", "fullness"], ascending=False, kind="stable")
+        chosen = ordered.drop_duplicates("origin")
+        own = {name: figure for name in names if not name.startswith(_BESIDE) if (figure := _figure(chosen, name))}
+        found.append(Together(own | beside, tuple(dict.fromkeys([*chosen["run"], *others["run"]]))))
+    return tuple(found)
 
 
 def _optional(value: Any) -> float | None:

@@ -54,7 +54,9 @@ def summary_table(made: Sequence[Point]) -> Table:
         Column("retention", "kept, %", "percent"),
         *(Column(s, s.replace(" ", "\n", 1), "times", 1) for s in speeds),
     ]
-    rows = [_summary_row(point) for point in made]
+    each = [row for point in made for row in point.rows()]
+    rows = [_summary_row(point) for point in each]
+    several = " What was evaluated apart has rows of its own." if len(each) > len(made) else ""
     table = Table(
         name=slug(f"summary {made[0].model}"),
         title=made[0].model,
@@ -62,8 +64,8 @@ def summary_table(made: Sequence[Point]) -> Table:
         rows=tuple(rows),
         caption=f"FLOPs skipped: of what routing may skip, over everything evaluated, {_flops_words(made)}. Of all: "
         "net. Kept: average accuracy as a share of the dense model's on the same items. ± is the sample standard "
-        "deviation over trainings.",
-        row_runs=tuple(point.runs for point in made),
+        f"deviation over trainings.{several}",
+        row_runs=tuple(point.runs for point in each),
     )
     return table.filled()
 
@@ -211,7 +213,7 @@ def sweep_table(sweep: Sweep) -> Table:
     runs = []
     texts = [n for n in qualities([p for _, ps in sweep.lines for p in ps]) if n.startswith("perplexity ")]
     for name, made in sweep.lines:
-        for point in made:
+        for point in (row for found in made for row in found.rows()):
             row = _summary_row(point)
             rows.append({**row, "line": name, "value": sweep.value(point)})
             runs.append(point.runs)

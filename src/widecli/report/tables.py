@@ -110,6 +110,7 @@ def _has_spread(value: Value) -> bool:
 _LATEX = {
     **{c: f"\\{c}" for c in "&%$#_{}"},
     **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
+    **{"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"},  # other signs in LaTeX's usual font encoding
     **{"±": r"$\pm$", "→": r"$\rightarrow$", "–": "--"},
 }
 

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from widecli.errors import UsageError
-from widecli.recipe.dialect import parse_yaml
+from widecli.recipe.dialect import parse_value
 from widecli.recipe.keys import ALIASES, accepts, known_key, recipe_keys, section_keys, suggestion
 from widecli.recipe.load import ResolvedRecipe, resolve
 from widecli.recipe.schema import Recipe
@@ -62,7 +62,7 @@ def parse_values(text: str) -> list[Any]:
             values.extend(_range(piece, *match.groups()))
             continue
         try:
-            values.append(parse_yaml(piece))
+            values.append(parse_value(piece))
         except (yaml.YAMLError, ValueError):
             values.append(piece)  # a glob, say
     return values

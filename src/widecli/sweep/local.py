@@ -1,4 +1,4 @@
-"""This machine as an executor: one process a GPU (or several), or one after the other on its CPU."""
+"""This machine as an executor: one process a GPU (or several), or on its CPU where there is none."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ class LocalExecutor:
     ) -> None:
         """Args.
 
-        gpus: names for CUDA_VISIBLE_DEVICES; empty = the CPU, one job at a time.
+        gpus: names for CUDA_VISIBLE_DEVICES; empty = the CPU, whose cores its jobs share.
         environment: variables set for the children besides this process's own.
         keep_open: file descriptors that children inherit, which a lock lives in.
         """
-        self._devices: list[str | None] = [gpu for _ in range(jobs_per_gpu) for gpu in gpus] or [None]
+        devices: Sequence[str | None] = gpus or (None,)
+        self._devices = [device for _ in range(jobs_per_gpu) for device in devices]
         self._free = list(range(len(self._devices)))
         self._environment = dict(environment or {})
         self._keep_open = tuple(keep_open)

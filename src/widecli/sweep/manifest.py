@@ -13,7 +13,7 @@ from typing import Any
 from widecli.errors import UsageError, WideError
 from widecli.recipe.load import ResolvedRecipe, dump
 from widecli.recipe.schema import Recipe
-from widecli.storage import plain, try_lock, unwritable, write_json, write_text
+from widecli.storage import given_path, plain, try_lock, unwritable, write_json, write_text
 from widecli.sweep.jobs import Job, Plan
 from widecli.track.run import RUNS, run_name
 from widecli.track.summary import completed
@@ -24,7 +24,7 @@ _WAIT_FOR_LOCK_S = 60.0
 def sweep_directory(recipe: Recipe) -> Path:
     """`track.run_dir`, else `runs/sweep-<model>-<hash>`, whose hash covers recipe and axes, not where it runs."""
     if recipe.track.run_dir is not None:
-        return Path(recipe.track.run_dir).expanduser()
+        return given_path(recipe.track.run_dir)
     content = recipe.model_dump_json(exclude={"track": True, "sweep": {"executor", "retries", "slurm"}})
     digest = hashlib.sha256(content.encode()).hexdigest()[:8]
     model = run_name(ResolvedRecipe(recipe, "", digest)).split(f"-{recipe.routing.mode}-s")[0]
@@ -106,7 +106,7 @@ def locked(folder: Path, note: Callable[[str], None], wait_s: float = _WAIT_FOR_
     """
     deadline = time.monotonic() + wait_s
     said = False
-    while (handle := try_lock(folder / ".lock")) is None:
+    while (handle := try_lock(folder / ".lock", note)) is None:
         if time.monotonic() > deadline:
             raise WideError(f"another process runs the sweep {folder}: wait for it, or stop it first")
         if not said:

@@ -8,22 +8,31 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from widecli.errors import UsageError, WideError
+from widecli.errors import Preempted, UsageError, WideError
 from widecli.recipe.keys import leaves, value_at
-from widecli.recipe.load import ResolvedRecipe, load_text
+from widecli.recipe.load import ResolvedRecipe, load_stored, load_text
 from widecli.recipe.schema import BudgetSection
-from widecli.storage import plain, try_lock, unwritable, write_json, write_text
+from widecli.storage import (
+    given_path,
+    held,
+    plain,
+    refuse_name_for_tensors,
+    remove_directory,
+    unwritable,
+    write_json,
+    write_text,
+)
 from widecli.track.summary import completed
 
 RUNS = Path("runs")
 _TRAIN = ("calibrate", "lora")
 CONTINUABLE = (*_TRAIN, "profile")
 """Commands that keep what they have on the way, which take `--resume`."""
+_FROM_THE_START = {"recipe.yaml", "environment.json", "checkpoints"}
 _LONGEST_LINE_BYTES = 1 << 20
 # What may differ when a run continues: none of it changes the batches, the noise or the learning rates.
 _FREE_ON_RESUME = ("track.", "eval.", "distributed.", "train.save_every")
@@ -57,6 +66,37 @@ class Run:
         self._metrics: IO[str] | None = None
 
     @classmethod
+    @contextlib.contextmanager
+    def held(
+        cls,
+        command: str,
+        name: str,
+        *,
+        recipe_yaml: str,
+        run_dir: str | Path | None = None,
+        overwrite: bool = False,
+        resume: bool = False,
+        warn: Callable[[str], None] = lambda _: None,
+    ) -> Iterator[Run]:
+        """`create`, and no other process in the directory inside the block; raises WideError when one is there.
+
+        A block that fails before anything was trained or measured leaves no run behind.
+        """
+        with held(directory(command, name, run_dir), warn=warn):
+            run = cls.create(
+                command, name, recipe_yaml=recipe_yaml, run_dir=run_dir, overwrite=overwrite, resume=resume
+            )
+            try:
+                yield run
+            except Preempted:
+                raise
+            except WideError:
+                run.close()
+                if run.is_empty:
+                    remove_directory(run.path)
+                raise
+
+    @classmethod
     def create(
         cls,
         command: str,
@@ -87,9 +127,9 @@ class Run:
         if occupied and resume:
             _refuse_other_recipe(path, recipe_yaml)
         elif occupied:
-            _remove(path)
+            remove_directory(path)
         try:
-            (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+            (path.resolve() / "checkpoints").mkdir(parents=True, exist_ok=True)  # a link may lead to what is not there
         except OSError as error:
             raise unwritable(path, error) from error
         write_text(path / "recipe.yaml", recipe_yaml)
@@ -108,6 +148,7 @@ class Run:
         """What `create` would make or continue, or its UsageError, but for another recipe; changes nothing."""
         path = directory(command, name, run_dir)
         run = cls(path, command)
+        refuse_name_for_tensors(path, "--run-dir")
         if path.exists() and not path.is_dir():
             raise UsageError(f"{path} is a file; name another directory with --run-dir.")
         occupied = path.is_dir() and any(path.iterdir())
@@ -129,9 +170,12 @@ class Run:
     @property
     def holds_nothing(self) -> bool:
         """It ended before it had anything to lose, and its command measures all of it or nothing."""
-        if self.command in _TRAIN or self.has_checkpoints:
-            return False
-        return {p.name for p in self.path.iterdir()} <= {"recipe.yaml", "environment.json", "checkpoints"}
+        return self.command not in _TRAIN and self.is_empty
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing but the recipe and the machine is recorded."""
+        return not self.has_checkpoints and {p.name for p in self.path.iterdir()} <= _FROM_THE_START
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
@@ -167,7 +211,7 @@ class Run:
         """The run's summary; None when it has none that can be read."""
         try:
             summary = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         return summary if isinstance(summary, dict) and "schema" in summary else None
 
@@ -179,7 +223,7 @@ class Run:
         try:
             if self._metrics is None:
                 self._drop_torn_line()
-                self._metrics = self._metrics_path.open("a", encoding="utf-8")
+                self._metrics = self._metrics_path.open("a", encoding="utf-8", errors="backslashreplace")
             self._metrics.write(line + "\n")
             self._metrics.flush()
         except OSError as error:
@@ -195,7 +239,7 @@ class Run:
         for line in lines:
             try:
                 entry = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(entry, dict) and isinstance(entry.get("step"), int):
                 entries.append(entry)
@@ -257,39 +301,12 @@ class Run:
 
 def directory(command: str, name: str, run_dir: str | Path | None = None) -> Path:
     """Where a run of that command and name lies."""
-    return Path(run_dir).expanduser() if run_dir is not None else RUNS / f"{command}-{name}"
-
-
-@contextlib.contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Keep other processes out of a run's directory inside the block, by a lock beside it that goes with the block.
-
-    Beside it: `--overwrite` puts another directory in its place. Where nothing may be written there, below the root of
-    a container for one, nobody is kept out. Raises WideError when another process holds it.
-    """
-    path = path.resolve()
-    lock = path.with_name(f".{path.name}.lock")
-    lockable = True
-    try:
-        handle = try_lock(lock)
-    except WideError:  # what else cannot be written says so itself
-        handle, lockable = None, False
-    if lockable and handle is None:
-        raise WideError(
-            f"another process works on {path}: wait for it or stop it, or name another directory with --run-dir."
-        )
-    try:
-        yield
-    finally:
-        if handle is not None:
-            with contextlib.suppress(OSError):
-                lock.unlink()  # while it is held: who locks it after that sees that it is gone
-            os.close(handle)
+    return given_path(str(run_dir)) if run_dir is not None else RUNS / f"{command}-{name}"
 
 
 def _refuse_other_recipe(path: Path, recipe_yaml: str) -> None:
     stored_path = path / "recipe.yaml"
-    stored = load_text(stored_path.read_text(encoding="utf-8"), str(stored_path)).model_dump(mode="json")
+    stored = load_stored(stored_path).model_dump(mode="json")
     wanted = load_text(recipe_yaml).model_dump(mode="json")
     keys = [key for key in leaves(wanted) if not key.startswith(_FREE_ON_RESUME)]
     changed = [key for key in keys if value_at(stored, key) != value_at(wanted, key)]
@@ -300,13 +317,3 @@ def _refuse_other_recipe(path: Path, recipe_yaml: str) -> None:
             f"{path} cannot be resumed with another recipe: {first} was {value_at(stored, first)} and is now "
             f"{value_at(wanted, first)}{more}; give the recipe {stored_path}, or another --run-dir."
         )
-
-
-def _remove(path: Path) -> None:
-    """Renames before deleting, so that a kill never leaves half of a run under its name."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.old")
-    try:
-        path.rename(aside)
-    except OSError as error:
-        raise unwritable(path, error) from error
-    shutil.rmtree(aside, ignore_errors=True)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from widecli.recipe.schema import TrackSection
-from widecli.storage import plain, write_json
+from widecli.storage import home, plain, write_json
 from widecli.track.run import Run
 
 Mode = Literal["online", "offline", "off"]
@@ -130,7 +130,10 @@ def is_logged_in() -> bool:
         return True
     host = urlsplit(_server_url()).hostname
     named = os.environ.get("NETRC")
-    candidates = [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]
+    own = home()
+    candidates = [own / ".netrc", own / "_netrc"] if own else []
+    if named:
+        candidates = [Path(named)]
     for path in candidates:
         try:
             entries = netrc.netrc(str(path.expanduser()))

@@ -64,10 +64,8 @@ def _fit_compensations(job: Job, batches: list[Batch], share: float, note: Note)
 
 def _text_of(job: Job) -> str:
     """Names backbone and text together; empty for a backbone that its weights do not name."""
-    identity = job.backbone.identity
-    if identity.weights_hash is None:
-        return ""
-    return f"{identity.config_hash}/{identity.weights_hash}/{job.tokens.identity}"
+    fingerprint = job.backbone.identity.fingerprint
+    return f"{fingerprint}/{job.tokens.identity}" if fingerprint else ""
 
 
 def _start_routers(job: Job, reporter: Reporter) -> None:

@@ -17,7 +17,8 @@ WHOLE_UP_TO = 0.4  # of a card's memory may be weights before they are dealt; th
 # Share of a large matrix product's rate that a step reaches. Measured with SmolLM2-135M: one H200 (790 TFLOP/s) runs
 # 145k tokens/s eager and 386k compiled, two CPU cores about 120 tokens/s. Larger models come closer to the peak:
 # Llama-3.1-8B shapes reach 0.69 to 0.72 on one and on two H200s (compiled; eager is in proportion, not measured).
-_EFFICIENCY = {"cuda": (0.10, 0.26), "cuda-compiled": (0.27, 0.69), "cpu": (0.35, 0.35)}
+CPU_EFFICIENCY = 0.35
+_EFFICIENCY = {"cuda": (0.10, 0.26), "cuda-compiled": (0.27, 0.69), "cpu": (CPU_EFFICIENCY, CPU_EFFICIENCY)}
 _EFFICIENCY_WIDTHS = (576, 4096)  # hidden sizes of the two
 _OPTIMIZER_COPIES = 4  # fp32 weights, gradients and two moments
 _MESSAGE_COPIES = 2  # what ranks add up: one message of all gradients, and its sum
@@ -32,6 +33,12 @@ def efficiency(shape: ModelShape, device: str, *, compiled: bool) -> float:
     low, high = map(math.log, _EFFICIENCY_WIDTHS)
     position = (math.log(shape.hidden_size) - low) / (high - low)
     return narrow + (wide - narrow) * min(1.0, max(0.0, position))
+
+
+def longest_sequences(recipe: Recipe) -> dict[str, int]:
+    """Tokens of the longest sequences that a training feeds, by the key that sets them."""
+    window = {"eval.perplexity_window": recipe.eval.perplexity_window} if recipe.data.validation else {}
+    return {"data.sequence_length": recipe.data.sequence_length, **window}
 
 
 @dataclass(frozen=True)

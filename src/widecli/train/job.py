@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,20 @@ from widecli.data.stream import SequenceStream, collate
 from widecli.data.tokens import TokenSet, prepare_tokens
 from widecli.errors import UsageError
 from widecli.model import checkpoint
-from widecli.model.adapter import Adapter
+from widecli.model.adapter import WEIGHTS, Adapter
 from widecli.model.backbone import Backbone, default_device, load_backbone, load_shape, resolve_dtype
 from widecli.model.budget import Budget
 from widecli.model.channel_order import present_order
 from widecli.model.plan import RoutingPlan
 from widecli.model.routed import RoutedModel
 from widecli.model.thresholds import Batch
+from widecli.model.vocabulary import refuse_unknown, vocabulary
 from widecli.ranks import current
 from widecli.recipe.load import dump
 from widecli.recipe.schema import Recipe
 from widecli.track.run import Run
 from widecli.train import state
-from widecli.train.estimate import backbone_parameters, fitting_micro_batch
+from widecli.train.estimate import backbone_parameters, fitting_micro_batch, longest_sequences
 from widecli.train.loop import Trainables, Trainer
 from widecli.train.sharding import card_bytes, choose_sharding, load_sharded
 
@@ -152,9 +153,11 @@ class Job:
                 f"{now.get('checkpoint')}: name that checkpoint, or another --run-dir"
             )
         first = state.load_optimizer(directory, trainer.optimizer, trainer.parameters)
+        checkpoint.refuse_changed(directory, config, (state.STATE, state.TENSORS))
         checkpoint.load_routing(directory, self.routed)
         if self.adapter:
             self.adapter.restore(directory / checkpoint.ADAPTER)
+            checkpoint.refuse_changed(directory, config, [f"{checkpoint.ADAPTER}/{WEIGHTS}"])
         return first
 
     @torch.no_grad()
@@ -180,9 +183,10 @@ def load_material(recipe: Recipe, note: Note, offline: bool) -> tuple[Backbone, 
     dealt = f", dealt to the GPUs of {'each machine' if sharding.over == 'node' else 'all ranks'}" if sharding else ""
     note(f"loading {recipe.model.name}{dealt}")
     backbone = load_sharded(recipe.model, sharding, ranks) if sharding else load_backbone(recipe.model)
+    backbone.refuse_beyond_positions(longest_sequences(recipe))
     check_plan(recipe, backbone)  # before the text: preparing it can take long
     identity = backbone.identity
-    name = f"{identity.id}@{identity.revision}#{identity.weights_hash}"
+    name = f"{identity.id}@{identity.revision}#{identity.fingerprint}"
     source = open_source(
         recipe.data.source,
         section=recipe.data,
@@ -193,6 +197,9 @@ def load_material(recipe: Recipe, note: Note, offline: bool) -> tuple[Backbone, 
     needed = recipe.train.steps * recipe.train.batch_size * recipe.data.sequence_length
     with ranks.one_a_machine_first():
         tokens = prepare_tokens(source, backbone.tokenizer, recipe.data, tokens_needed=tokens_needed(recipe))
+    refuse_unknown(f"the text of {source.name}", [tokens.largest_token()], backbone.model)
+    if tokens.pad_token_id >= vocabulary(backbone.model):
+        tokens = replace(tokens, pad_token_id=0)  # what stands under padding is never read, but it is looked up
     ranks.refuse_differences({"the backbone's weights": identity.weights_hash, "the text's tokens": tokens.identity})
     if tokens.exhausted and needed > tokens.total_tokens:
         note(

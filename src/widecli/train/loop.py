@@ -242,6 +242,7 @@ class Trainer:
             self.micro_batch_size = (self.micro_batch_size + 1) // 2  # outside `except`: the error holds tensors alive
             torch.cuda.empty_cache()
         # first and last, the losses, are this rank's summands; distance and rates are those of all ranks already
+        # (they stand at 0 and 4 of LM loss, distance, two rates, divergence)
         measured[::4] = sum_gradients(self.ranks, self.parameters.values(), measured[::4])
         if not self._gradients_checked:
             self._check_gradients()
@@ -282,6 +283,7 @@ class Trainer:
         valid = None if valid is None else valid.to(self.device, non_blocking=True)
         teacher = self._dense_hidden(ids, valid) if self.trainables.distill else None
         if self.trainables.routers:
+            # an input of the step, not a draw: the same however the batch is cut, and in a resumed run
             noise = logistic_noise(self.settings.seed, step, rows, ids.shape[1], routed.total_groups, self.device)
             routed.set_gate(Gumbel(self._temperature, noise))
         with ExitStack() as stack:
@@ -300,6 +302,7 @@ class Trainer:
                 hidden, teacher, head, ids, valid, share=self.trainables.distill, compiled=self.compiled
             )
             objective, divergence, lm = (loss / predictions for loss in sums)
+        # The budget holds for the whole batch: each rank's counts meet before the distance, gradients and all.
         trace = trace.summed(lambda counts: differentiable_total(self.ranks, counts))
         distance = self._budget_at(step).distance(trace) * share
         torch.autograd.backward(objective + self.budget.weight * distance)

@@ -8,6 +8,8 @@ final norm and head stay whole: the loss reads the head outside of any layer.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +23,8 @@ from torch import Tensor, nn
 from widecli.errors import UsageError
 from widecli.model.backbone import Backbone, default_device, empty_backbone, resolve_dtype
 from widecli.model.families import family_of
-from widecli.model.identity import BackboneIdentity, config_hash, hash_of_values
+from widecli.model.identity import BackboneIdentity, hash_of_values
+from widecli.model.pretrained import explained, refuse_misfit, refuse_not_finite
 from widecli.ranks import Ranks
 from widecli.train.estimate import WHOLE_UP_TO
 
@@ -79,11 +82,14 @@ def load_sharded(section: ModelSection, sharding: Sharding, ranks: Ranks) -> Bac
         tokenizer, model, folder = empty_backbone(section, resolve_dtype(section.dtype, device))
     shard_layers(model, sharding, device)
     allocate(model, sharding, device)
-    _read_parts(model, folder)
+    with explained(section.name, str(folder)):
+        _refuse_misfit(section.name, model, folder)
+        _read_parts(model, folder)
     model.eval().requires_grad_(False)
-    revision = section.revision or getattr(model.config, "_commit_hash", None)
-    identity = BackboneIdentity(section.name, revision, config_hash(model.config), _hash_of_files(model, folder))
-    return Backbone(model, tokenizer, identity, device, sharded=True)
+    refuse_not_finite(section.name, model)
+    weights = _hash_of_files(model, folder)
+    identity = BackboneIdentity.of(section.name, section.revision, model.config, weights)
+    return Backbone(model, tokenizer, identity, device, sharded=True, beyond_positions=section.beyond_positions)
 
 
 def shard_layers(model: nn.Module, sharding: Sharding, device: torch.device) -> None:
@@ -148,6 +154,29 @@ def whole_sizes(model: nn.Module, device: torch.device) -> Iterator[None]:
             setattr(module, name, parameter)
 
 
+def _refuse_misfit(name: str, model: nn.Module, folder: Path) -> None:
+    """Raise UsageError where the files lack a tensor of the model or hold one of another."""
+    from safetensors import safe_open
+
+    there: set[str] = set()
+    for path in _weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            there.update(file.keys())
+    wanted = {key for key, _ in model.named_parameters()}
+    # what transformers passes over: a head that is tied to the embedding, and buffers that older files hold
+    passed_over = model.state_dict().keys() | {key for key in there if key.endswith("rotary_emb.inv_freq")}
+    refuse_misfit(name, wanted - there, there - wanted - passed_over)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that hold the model, by its index where it has one."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        return [folder / name for name in sorted(set(index["weight_map"].values()))]
+    whole = folder / "model.safetensors"
+    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+
+
 def _read_parts(model: nn.Module, folder: Path) -> None:
     """Fill the parameters from safetensors files: of a dealt one, every rank reads its own rows and no more."""
     from torch.distributed.checkpoint.api import CheckpointException
@@ -169,7 +198,7 @@ def _hash_of_files(model: nn.Module, folder: Path) -> str | None:
     dtype = next(model.parameters()).dtype
     if dtype == torch.float16:
         return None
-    opened: list[Any] = [safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))]
+    opened: list[Any] = [safe_open(path, framework="pt") for path in _weight_files(folder)]
     where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - it is no mapping
 
     def values(name: str, index: Tensor) -> Tensor:

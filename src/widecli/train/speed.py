@@ -67,6 +67,7 @@ def measure(recipe: Recipe, variant: Variant, steps: int) -> dict[str, Any]:
     """Run `steps` steps on random token ids; returns speed, peak memory and the first loss."""
     torch.compiler.reset()
     backbone = load_backbone(recipe.model.model_copy(update={"dtype": variant.dtype}))
+    backbone.refuse_beyond_positions({"data.sequence_length": recipe.data.sequence_length})
     plan = RoutingPlan.from_recipe(recipe, backbone.shape)
     length = recipe.data.sequence_length
     routed = RoutedModel.attach(backbone.model, plan, seed=recipe.train.seed)

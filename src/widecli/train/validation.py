@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from widecli.evaluate.perplexity import measure_perplexity
+from widecli.evaluate.texts import TEXT_FIELDS
 from widecli.ranks import ALONE, current
 from widecli.train.job import Job, Note
 
@@ -47,7 +48,7 @@ class Validation:
 
     def _perplexity(self) -> float:
         assert self.name is not None
-        _, result = measure_perplexity(
+        result = measure_perplexity(
             self.job.backbone.model,
             self.job.backbone.tokenizer,
             self.name,
@@ -55,6 +56,7 @@ class Validation:
             max_windows=self.job.recipe.eval.perplexity_windows,
             data_root=self.job.recipe.eval.data_root,
             offline=self.offline,
+            fields=(self.job.recipe.data.text_field, *TEXT_FIELDS),
             ranks=self.ranks,
         )
         return float(result.value)
