@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +16,9 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
+# where transformers copies the code that comes with a model
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="modules-of-models-")
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tiny tensors: more threads only get into each other's way, and one thread makes results repeatable.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -22,6 +22,7 @@ FILES = {
     "compensation.safetensors",
     "config.json",
     "generation_config.json",
+    "modeling_wide.py",
     "model.safetensors",
     "recipe.yaml",
     "router.safetensors",
@@ -89,7 +90,7 @@ def test_a_merged_model_lies_in_the_regrouped_order_computes_what_its_base_does_
         assert wide(*command).code == 0
 
 
-def test_cards_say_what_is_regrouped_what_stands_in_and_that_transformers_alone_runs_dense(
+def test_cards_say_what_is_regrouped_what_stands_in_and_what_transformers_alone_can_do(
     wide: Wide, adapted: Outcome, tiny_recipe: Path
 ) -> None:
     assert wide("export", "adapted", "--merge", "--out", "merged").code == 0
@@ -100,13 +101,25 @@ def test_cards_say_what_is_regrouped_what_stands_in_and_that_transformers_alone_
         assert "| FFN channels | regrouped: those that tokens need together share a group |" in card
         assert "| a skipped group leaves | its mean and a bypass of rank 4 |" in card
         assert "prunable FLOPs skipped, gross | net |" in card
-    assert "FFN channels are regrouped" in merged and "Loaded by transformers alone the model runs dense" in merged
+    assert "FFN channels are regrouped" in merged and "transformers alone loads and routes it" in merged
+    assert "transformers alone cannot load them; `wide export --merge`" in copy
     assert "PEFT loads it onto that model as it is" in copy
     assert wide("calibrate", tiny_recipe, *PLAIN, "--steps", 1, "--run-dir", "plain").code == 0
     assert wide("export", "plain", "--merge", "--out", "e").code == 0
     card = Path("e/README.md").read_text()
     assert "regrouped" not in card and "skipped group" not in card and "safetensors" in card
     assert not Path("e/channels.safetensors").exists() and not Path("e/compensation.safetensors").exists()
+
+
+def test_the_dense_model_of_an_export_is_taken_with_a_word(wide: Wide, adapted: Outcome, held_out: Path) -> None:
+    assert wide("export", "adapted", "--merge", "--out", "merged").code == 0
+    for command in (
+        ("eval", f"eval.perplexity=[{held_out}]", "eval.perplexity_window=64"),
+        ("generate", "--prompt", "the old", "--max-new-tokens", 2),
+    ):
+        said = wide(*command, "--model", "merged")
+        assert said.code == 0 and "merged holds a model that routes; as --model it is its dense model alone" in said.err
+    assert "holds a model that routes" not in wide("generate", "merged", "--prompt", "the", "--max-new-tokens", 2).err
 
 
 @pytest.mark.parametrize("name", ["channels.safetensors", "compensation.safetensors"])
@@ -166,6 +179,7 @@ def test_without_merge_the_small_files_are_copied_and_still_evaluate(wide: Wide,
         "README.md",
         "channels.safetensors",
         "compensation.safetensors",
+        "config.json",
         "recipe.yaml",
         "router.safetensors",
         "wide_config.json",

@@ -43,7 +43,8 @@ def export(
     """Write a checkpoint as a folder of its own, with a model card that holds what its runs measured.
 
     With --merge a Hugging Face model directory with the adapter merged and FFN channels in the routers' order, and the
-    routing. Without, routing and adapter alone, which need their base model. `wide eval FOLDER` takes both.
+    routing: transformers alone loads and routes it, given trust_remote_code=True. Without, routing and adapter alone,
+    which need their base model. `wide eval FOLDER` takes both.
     """
     options.go_offline(offline)
     options.trust_remote_code(trust_remote_code)

@@ -108,9 +108,12 @@ def _load(
         found = InferenceModel.from_checkpoint(checkpoint, dense=dense, beyond_positions=beyond_positions)
         return found, str(checkpoint)
     from widecli.model.backbone import load_backbone
+    from widecli.model.standalone import dense_alone
     from widecli.recipe.schema import ModelSection
 
     assert model is not None
+    if said := dense_alone(model):
+        note(said)
     section = ModelSection(name=model, beyond_positions=beyond_positions)
     return InferenceModel.from_dense(load_backbone(section)), None
 

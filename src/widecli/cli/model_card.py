@@ -15,14 +15,18 @@ if TYPE_CHECKING:
     from widecli.model.checkpoint import CheckpointConfig
     from widecli.model.export import MergeCheck
 
+USAGE = (
+    "from transformers import AutoModelForCausalLM as Model, AutoTokenizer as Tokenizer",
+    'model, tokenizer = (kind.from_pretrained("FOLDER", trust_remote_code=True) for kind in (Model, Tokenizer))',
+    'print(tokenizer.decode(model.generate(**tokenizer("The river", return_tensors="pt"), max_new_tokens=20)[0]))',
+)
+
 
 def card(source: Path, config: CheckpointConfig, *, merged: bool, check: MergeCheck | None = None) -> str:
     """Markdown with the Hub's front matter, for an export of the checkpoint `source`."""
     base = config.backbone.id
-    lines = ["---", "library_name: transformers", "tags: [wide, dynamic-width-pruning]"]
-    if not Path(base).exists() and "/" in base:
-        lines.append(f"base_model: {base}")
-    lines += ["---", "", f"# {base}, routed" + (", with a LoRA adapter" if config.adapter else ""), ""]
+    lines = ["---", front_matter(source, base), "---", ""]
+    lines += [f"# {base}, routed" + (", with a LoRA adapter" if config.adapter else ""), ""]
     lines += [
         "Every token chooses, layer by layer, which attention-head groups and FFN-channel groups to run (token-level "
         "dynamic width pruning, arXiv 2607.28418).",
@@ -38,12 +42,49 @@ def card(source: Path, config: CheckpointConfig, *, merged: bool, check: MergeCh
     return "\n".join(lines) + "\n"
 
 
+def front_matter(source: Path, base: str) -> str:
+    """What the Hub reads of a card, as YAML: tags, the base model, and the newest figure of each evaluation."""
+    import yaml
+
+    facts: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["wide", "dynamic-width-pruning"],
+    }
+    if not Path(base).exists() and "/" in base:
+        facts["base_model"] = base
+    if results := _index(source):
+        facts["model-index"] = [{"name": f"{Path(base).name}-wide", "results": results}]
+    return yaml.safe_dump(facts, sort_keys=False, width=1000).rstrip()
+
+
+def _index(source: Path) -> list[dict[str, Any]]:
+    """The evaluations' figures in the Hub's `model-index` format; shares lie between 0 and 1."""
+    newest: dict[tuple[str, str], dict[str, Any]] = {}
+    for run, summary in _evaluations(source):
+        measured = {*summary["tasks"], *(name.partition("/")[0] for name in summary["perplexity"])}
+        for row in _rows(summary):
+            if row["name"] not in measured:
+                continue  # an average over several
+            kind = "perplexity" if "ppl" in row["metric"] else row["metric"]
+            metric = {"type": kind, "value": row["value"], "name": f"{row['metric']}, routed, run {run}"}
+            if row["higher_is_better"] and (limit := summary["protocol"].get("limit")):
+                metric["args"] = {"limit": limit}
+            newest[row["name"], row["metric"]] = {
+                "task": {"type": "text-generation"},
+                "dataset": {"name": row["name"], "type": row["name"]},
+                "metrics": [metric],
+            }
+    return list(newest.values())
+
+
 def _contents(config: CheckpointConfig, merged: bool) -> Iterator[str]:
     routing = _routing_parts(config)
     if not merged:
         adapter = ["a plain PEFT adapter (`adapter/`)"] if config.adapter else []
         yield f"Here are {_listed([*routing, *adapter])}."
         yield f"They need their base model, {config.backbone.id}: `wide eval FOLDER` loads it from there."
+        yield "transformers alone cannot load them; `wide export --merge` writes a whole model that it can."
         if config.adapter and config.plan.grouping == "clustered":
             yield "The adapter's channels are in the base model's own order: PEFT loads it onto that model as it is."
         return
@@ -56,19 +97,20 @@ def _contents(config: CheckpointConfig, merged: bool) -> Iterator[str]:
             "than in the base model, which changes nothing of what it computes but the order of sums."
         )
         yield ""
-    yield "Loaded by transformers alone the model runs dense: nothing is skipped, and nothing stands in for it, until"
-    yield "widecli attaches its routing."
+    yield "transformers alone loads and routes it, by the code in `modeling_wide.py`:"
     yield ""
     yield "```python"
-    yield "from pathlib import Path"
-    yield ""
-    yield "from widecli.model import checkpoint"
-    yield "from widecli.model.backbone import load_backbone"
-    yield "from widecli.recipe.schema import ModelSection"
-    yield ""
-    yield 'backbone = load_backbone(ModelSection(name="FOLDER"))'
-    yield 'routed, _ = checkpoint.attach(Path("FOLDER"), backbone)  # backbone.model now routes'
+    yield from USAGE
     yield "```"
+    yield ""
+    yield (
+        "Without `trust_remote_code=True` it refuses, rather than run the model dense. So does lm-eval: "
+        "`lm_eval --model hf --model_args pretrained=FOLDER,trust_remote_code=True --tasks piqa`."
+    )
+    yield (
+        "It computes what is skipped, too, and masks it: figures are those of routing, times are not. "
+        "`wide generate FOLDER` and `wide profile FOLDER` skip in earnest."
+    )
 
 
 def _routing_parts(config: CheckpointConfig) -> list[str]:
@@ -129,21 +171,24 @@ def _measured(source: Path, config: CheckpointConfig) -> Iterator[str]:
 
 
 def _evaluation_rows(run: str, summary: dict[str, Any]) -> Iterator[str]:
+    limit = summary["protocol"].get("limit")
+    for row in _rows(summary):
+        percent = row["higher_is_better"]
+        figures = ["" if v is None else (f"{v:.1%}" if percent else f"{v:.2f}") for v in (row["dense"], row["value"])]
+        what = f"{row['name']}, {row['metric']}" + (f", {limit} items a task" if percent and limit else "")
+        yield f"| {what} | {figures[0]} | {figures[1]} | {_skipped(summary)} | `{run}` |"
+
+
+def _rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
     from widecli.evaluate.results import rows
 
     dense = summary.get("dense") or {}
-    table = rows(
+    return rows(
         summary["tasks"],
         summary["perplexity"],
         dense_tasks=dense.get("tasks"),
         dense_perplexity=dense.get("perplexity"),
     )
-    limit = summary["protocol"].get("limit")
-    for row in table:
-        percent = row["higher_is_better"]
-        figures = ["" if v is None else (f"{v:.1%}" if percent else f"{v:.2f}") for v in (row["dense"], row["value"])]
-        what = f"{row['name']}, {row['metric']}" + (f", {limit} items a task" if percent and limit else "")
-        yield f"| {what} | {figures[0]} | {figures[1]} | {_skipped(summary)} | `{run}` |"
 
 
 def _skipped(summary: dict[str, Any]) -> str:

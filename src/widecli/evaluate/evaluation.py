@@ -22,6 +22,7 @@ from widecli.model import checkpoint
 from widecli.model.backbone import Backbone, load_backbone
 from widecli.model.identity import BackboneIdentity
 from widecli.model.routed import RoutedModel
+from widecli.model.standalone import dense_alone
 from widecli.ranks import current
 from widecli.recipe.schema import EvalSection, ModelSection
 
@@ -68,6 +69,8 @@ def evaluate(job: Evaluation, note: Note, store: Store) -> dict[str, Any]:
         tasks = load_tasks(section.tasks, data_root=section.data_root, offline=job.offline) if section.tasks else []
     measurement = partial(_Measurement, job=job, tasks=tasks, note=note, store=store)
     if config is None:
+        if said := dense_alone(job.model.name):
+            note(said)
         backbone = _load(job, job.model, note)
         alone = measurement(backbone=backbone).dense()
         nothing = {"plan": None, "steps": None, "skip_rate": None, "adapter": None, "merged": False, "origin": None}

@@ -18,6 +18,7 @@ from widecli.model.backbone import Backbone
 from widecli.model.identity import BackboneIdentity, weights_hash
 from widecli.model.positions import positions
 from widecli.model.routed import RoutedModel
+from widecli.model.standalone import routing_facts, write_refusal, write_standalone
 from widecli.storage import as_bytes, atomic_directory
 
 RECIPE = "recipe.yaml"
@@ -55,6 +56,7 @@ def export_copy(directory: Path, out: Path, card: str) -> None:
             shutil.copyfile(directory / name, scratch / name)
         if config.adapter_folder:
             shutil.copytree(directory / config.adapter_folder, scratch / config.adapter_folder)
+        write_refusal(scratch, config.backbone.id)
         (scratch / CARD).write_bytes(as_bytes(card))
 
 
@@ -62,6 +64,8 @@ def export_merged(
     directory: Path, out: Path, backbone: Backbone, card: Callable[[MergeCheck | None], str]
 ) -> MergeCheck | None:
     """Write a Hugging Face model with the adapter folded in and channels in the routers' order, and these beside it.
+
+    transformers alone loads it, with the code that comes along, and routes: see `standalone`.
 
     Returns how far the merged model is from the unmerged one; None for a checkpoint without an adapter, whose model is
     the dense one. Raises WideError when they differ by more than rounding explains.
@@ -84,6 +88,7 @@ def export_merged(
     merged = BackboneIdentity.of(out.name, None, model.config, weights_hash(model))
     with atomic_directory(out) as scratch:
         model.save_pretrained(scratch)
+        write_standalone(scratch, model.config, routing_facts(model.config, config.plan))
         backbone.tokenizer.save_pretrained(scratch)
         for name in (*checkpoint.routing_files(config), RECIPE):
             shutil.copyfile(directory / name, scratch / name)

@@ -36,11 +36,11 @@ def trusts_remote_code() -> bool:
 
 def read_config(name: str, place: str, revision: str | None = None) -> Any:
     """The model's config. Raises UsageError, also for a folder with an adapter: see `refuse_adapter`."""
-    from transformers import AutoConfig
+    from widecli.model.standalone import config_of
 
     with explained(name, place):
         refuse_adapter(name, place, revision)
-        config = AutoConfig.from_pretrained(place, **_options(revision))
+        config = config_of(place, **_options(revision))
     padding, known = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
     if isinstance(padding, int) and isinstance(known, int) and padding >= known:
         config.pad_token_id = None  # an embedding could not be made; nothing here looks up that row
