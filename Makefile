@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint docs check bench profile profile-sweep clean
+.PHONY: help setup demo test test-slow test-all lint docs check bench profile profile-sweep clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -23,7 +23,12 @@ demo: $(READY) ## Route SmolLM2-135M on this machine and compare it with the den
 	$(BIN)/wide demo
 
 test: $(READY) ## Run the tests, a file at a time on each of two cores
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+test-slow: $(READY) ## Run those that take longest: whole commands in processes of their own, large interpreted kernels
+	$(BIN)/python -m pytest -n 2 --dist load -m slow
+
+test-all: test-slow test ## Run both
 
 lint: $(READY) ## Lint, format check, types
 	$(BIN)/ruff check .
@@ -33,7 +38,7 @@ lint: $(READY) ## Lint, format check, types
 docs: $(READY) ## Build the documentation in build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
-check: lint test ## Everything that CI runs
+check: lint test-all ## Everything that CI runs
 
 bench: $(READY) ## Check and time the operators of wide_kernels (needs a GPU)
 	$(BIN)/python -m wide_kernels.bench
