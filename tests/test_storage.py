@@ -104,3 +104,12 @@ def test_a_tilde_is_the_home_directory_unless_there_is_such_a_file(
     for name in ("a" * 5000, "nul\0"):
         with pytest.raises(UsageError, match="no name that a file can have"):
             given_path(name)
+
+
+def test_a_path_in_a_locked_folder_is_not_called_an_impossible_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", denied)
+    with pytest.raises(UsageError, match=r"'locked/a\.txt' lies in a folder that may not be read"):
+        given_path("locked/a.txt")

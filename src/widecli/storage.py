@@ -81,7 +81,7 @@ def replace_unusable_caches(warn: Callable[[str], None]) -> None:
 def given_path(name: str) -> Path:
     """The path that somebody wrote: `~` stands for the home directory where there is nothing of that very name.
 
-    Raises UsageError for what no file can be called.
+    Raises UsageError for what no file can be called, or what lies where this user may not look.
     """
     path = Path(name)
     try:
@@ -90,6 +90,8 @@ def given_path(name: str) -> Path:
         path.exists()
     except RuntimeError:  # no such user
         return path
+    except PermissionError:
+        raise UsageError(f"{shortened(name)} lies in a folder that may not be read (permission denied)") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(f"{shortened(name)} is no name that a file can have: {reason}") from None

@@ -9,12 +9,30 @@ import pytest
 from widecli.cli import options
 from widecli.cli.options import FLAG_KEYS, go_offline, recipe_from, split_arguments
 from widecli.errors import UsageError
+from widecli.model import checkpoint
 from widecli.recipe.keys import recipe_keys
 from widecli.recipe.load import resolve
 
 
 def test_every_flag_names_a_key_of_the_schema() -> None:
     assert set(FLAG_KEYS.values()) <= set(recipe_keys())
+
+
+def test_a_run_that_may_not_be_read_is_passed_over_for_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for age, name in enumerate(["private", "mine"]):
+        Path("runs", name).mkdir(parents=True)
+        os.utime(Path("runs", name), (1000 - age, 1000 - age))
+
+    def resolve_mine(run: Path) -> Path:
+        if run.name == "private":
+            raise PermissionError(13, "Permission denied", str(run))
+        return run
+
+    monkeypatch.setattr(checkpoint, "resolve", resolve_mine)
+    assert options.newest_checkpoint() == Path("runs/mine")
 
 
 def test_every_flag_of_the_recipe_panel_is_in_the_table() -> None:

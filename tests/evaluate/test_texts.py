@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 from itertools import islice
 from pathlib import Path
@@ -31,6 +32,14 @@ def test_pydoc_topics_come_sorted() -> None:
 
     first, second = sorted(topics)[:2]
     assert read("pydoc-topics").startswith(f"{topics[first]}\n\n{topics[second]}")
+
+
+def test_a_text_that_may_not_be_read_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "private.txt"
+    path.write_text("words")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(UsageError, match=r"private\.txt may not be read \(permission denied\)"):
+        check_texts([str(path)])
 
 
 def test_a_text_file_is_read_as_it_stands(tmp_path: Path) -> None:

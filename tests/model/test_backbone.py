@@ -47,6 +47,18 @@ def test_known_models_have_a_shape_without_weights_or_a_network() -> None:
     assert load_shape(ModelSection(name=EMBEDDED)) == ModelShape(30, 576, 1536, 9, 3, 64, 49152)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_of_a_model_is_refused_for_its_folder(folder: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name} is a file: name the folder that holds the model"):
+        load_shape(ModelSection(name=str(folder / name)))
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_a_model_without_a_name_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=r"model\.name is empty: name a Hub id, a folder or a GGUF file"):
+        load_shape(ModelSection(name=name))
+
+
 def test_auto_is_fp32_on_a_cpu_and_bf16_on_a_gpu() -> None:
     assert resolve_dtype("auto", torch.device("cpu")) == torch.float32
     assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16

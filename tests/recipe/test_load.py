@@ -106,6 +106,8 @@ def test_an_unknown_key_in_a_recipe_names_the_file(tmp_path: Path) -> None:
         ("train.steps=", "a whole number of at least 0"),
         ("train.learning_rate=.inf", "a number above 0"),
         ("train.learning_rate=.nan", "a number above 0"),
+        ("train.learning_rate=inf", "learning_rate=inf must be a number above 0"),
+        ("train.weight_decay=Infinity", "weight_decay=Infinity must be a number"),
         ("budget.sparsity=1.0", "a number of at least 0 and below 1"),
         ("budget.sparsity=50", "0.5 means 50 %"),
         ("routing.mode=wid", "one of wide, token, layer"),

@@ -179,6 +179,15 @@ def test_data_that_is_not_there_is_refused(wide: Wide, tiny_recipe: Path, workpl
     assert "missing/*.jsonl" in done.err
 
 
+@pytest.mark.parametrize("arguments", [["--dry-run"], []])
+def test_a_validation_text_that_is_not_there_is_refused_before_anything_is_loaded(
+    wide: Wide, tiny_recipe: Path, workplace: Path, arguments: list[str]
+) -> None:
+    refused = wide("calibrate", tiny_recipe, "data.validation=held-uot.txt", *arguments)
+    refused.refused_with("held-uot.txt is no perplexity text")
+    assert "loading" not in refused.err and not (workplace / "runs").exists()
+
+
 def test_a_dry_run_of_several_gpus_says_what_each_takes_and_what_to_change(wide: Wide) -> None:
     tight = ("calibrate", "llama-3.1-8b_s50_g64", "distributed.memory_gib=20", "--dry-run")
     done = wide(*tight, "--nproc", 2, "--json")

@@ -280,3 +280,18 @@ def test_an_export_is_not_exported_again_nor_adapted(wide: Wide, adapted: Outcom
     assert wide("export", "adapted", "--merge", "--out", "merged").code == 0
     wide("export", "merged", "--merge", "--out", "again").refused_with("exported model already")
     wide("lora", "merged").refused_with("been through this stage")
+
+
+def test_a_run_beside_it_that_may_not_be_read_stops_no_export(
+    wide: Wide, run: Outcome, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workplace / "private").mkdir()
+    is_file = Path.is_file
+
+    def denied(path: Path) -> bool:
+        if path.parent.name == "private":
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    assert wide("export", "calibrated", "--out", "x").code == 0

@@ -114,6 +114,16 @@ def test_a_chat_template_that_cannot_be_used_is_one_sentence(
     assert wide("generate", "--model", "m", "--prompt", "river", "--max-new-tokens", 2).code == 0
 
 
+@pytest.mark.parametrize("end", ['"x"', "[1, 2.5]", "true"])
+def test_an_end_of_text_that_is_no_token_is_one_sentence(
+    wide: Wide, workplace: Path, model_folder: Path, end: str
+) -> None:
+    model = shutil.copytree(model_folder, workplace / "model")
+    (model / "generation_config.json").write_text(f'{{"eos_token_id": {end}}}')
+    refused = wide("generate", "--model", model, "--prompt", "a river", "--max-new-tokens", 2)
+    refused.refused_with("as a token that ends a text", "mend eos_token_id in its generation_config.json")
+
+
 def test_of_named_chat_templates_the_default_is_used(wide: Wide, workplace: Path, model_folder: Path) -> None:
     plain = "{{ messages[0]['content'] }}!"
     write_template(workplace / "one", model_folder, plain)

@@ -100,3 +100,10 @@ def test_it_reports_what_calibrate_and_eval_wrote(wide: Wide, tiny_recipe: Path)
     (front,) = model["pareto"]
     assert front["gain"] == "flops net at held-out (window 64)" and len(front["points"]) == 2
     assert done.document["notes"] == []
+
+
+def test_a_folder_that_cannot_be_made_is_refused_with_the_reports_own_flag(wide: Wide, workplace: Path) -> None:
+    write_calibration(workplace / "runs", "x")
+    (workplace / "file").write_text("words")
+    refused = wide("report", "--out", "file/report")
+    refused.refused_with("file/report cannot be made", "name another folder with --out")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,15 @@ def test_runs_are_found_below_folders_of_folders_and_named_directly(tmp_path: Pa
     write_calibration(tmp_path / "runs", "y")
     assert {run.label for run in find_runs([tmp_path / "runs"]).runs} == {"calibrate-x", "calibrate-y"}
     assert [run.label for run in find_runs([tmp_path / "runs" / "calibrate-y"]).runs] == ["calibrate-y"]
+
+
+def test_a_folder_that_may_not_be_read_is_left_out_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_calibration(tmp_path, "good")
+    write_calibration(tmp_path, "private")
+    monkeypatch.setattr(os, "access", lambda path, _: "private" not in Path(path).name)
+    found = find_runs([tmp_path])
+    assert [run.label for run in found.runs] == ["calibrate-good"]
+    assert reasons(tmp_path) == {"calibrate-private": "it may not be read (permission denied)"}
 
 
 def test_a_run_named_twice_counts_once(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_a_loss_that_is_not_finite_stops_with_the_step() -> None:
 
     made.fetch = spoiled
     done = []
-    with pytest.raises(WideError, match=r"not finite at step 3 \(loss nan.*last checkpoint is intact") as caught:
+    with pytest.raises(WideError, match=r"not finite at step 3 \(loss nan.*start another run") as caught:
         for record in made.run(0, 6):
             done.append(record.step)
     assert done == [1, 2]

@@ -25,6 +25,7 @@ def dry_run_document(resolved: ResolvedRecipe, command: str = "calibrate", ranks
     `ranks` None: as many as this process has joined.
     """
     from widecli.data.sources import open_source
+    from widecli.evaluate.texts import check_texts
     from widecli.model.backbone import load_shape, refuse_beyond_positions
     from widecli.model.budget import Budget
     from widecli.model.plan import RoutingPlan
@@ -42,6 +43,8 @@ def dry_run_document(resolved: ResolvedRecipe, command: str = "calibrate", ranks
     value_bytes = 4 if recipe.model.dtype == "float32" else 2
     if recipe.data.source != "self":  # needs the model
         open_source(recipe.data.source, section=recipe.data)
+    if recipe.data.validation is not None:
+        check_texts([recipe.data.validation])
     card = (recipe.distributed.memory_gib or _REFERENCE[2]) * _GIB
     how: dict[str, Any] = {"value_bytes": value_bytes, "lora": command == "lora", "ranks": ranks}
     figures = estimate(recipe, shape, plan, card_bytes=card, **how)

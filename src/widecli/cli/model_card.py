@@ -4,6 +4,7 @@ run; what was not measured is not there."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -220,7 +221,7 @@ def _evaluations(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Evaluations of this checkpoint among the runs beside its own and below runs/, oldest first."""
     wanted = source.resolve().parts[-3:]  # run, checkpoints, step: whatever folder the evaluation was started in
     folders = {path.resolve() for path in (source.resolve().parent.parent.parent, Path("runs")) if path.is_dir()}
-    runs = [run for folder in folders for run in folder.glob("*/") if (run / "summary.json").is_file()]
+    runs = [run for folder in folders for run in folder.glob("*/") if os.access(run / "summary.json", os.R_OK)]
     for run in sorted(runs, key=lambda path: (path / "summary.json").stat().st_mtime):
         summary = _summary(run)
         if not summary or summary.get("command") != "eval" or not summary.get("checkpoint"):

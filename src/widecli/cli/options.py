@@ -228,7 +228,7 @@ def newest_checkpoint(accept: Callable[[Path], bool] = lambda _: True) -> Path |
     from widecli.model import checkpoint
 
     for run in sorted(Path("runs").glob("*/"), key=lambda p: p.stat().st_mtime, reverse=True):
-        with contextlib.suppress(UsageError):
+        with contextlib.suppress(UsageError, PermissionError):  # somebody else's run
             found = checkpoint.resolve(run)
             if accept(found):
                 return found

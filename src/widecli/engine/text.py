@@ -53,11 +53,16 @@ def _chat(backbone: Backbone, prompt: str) -> list[int]:
 
 
 def stop_tokens(backbone: Backbone) -> frozenset[int]:
-    """The tokens after which the model says no more."""
-    found = {backbone.tokenizer.eos_token_id}
+    """The tokens after which the model says no more. Raises UsageError where its files name something else."""
     configured = getattr(backbone.model.generation_config, "eos_token_id", None)
-    found |= set(configured) if isinstance(configured, (list, tuple)) else {configured}
-    return frozenset(int(token) for token in found if token is not None)
+    found = [backbone.tokenizer.eos_token_id, *(configured if isinstance(configured, (list, tuple)) else [configured])]
+    for token in found:
+        if token is not None and (isinstance(token, bool) or not isinstance(token, int)):
+            raise UsageError(
+                f"{backbone.identity.id} names {token!r} as a token that ends a text, and tokens are whole numbers: "
+                "mend eos_token_id in its generation_config.json"
+            )
+    return frozenset(token for token in found if token is not None)
 
 
 def text_stream(backbone: Backbone, write: Callable[[str], None]) -> Callable[[int], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -114,6 +115,8 @@ def _file(name: str) -> Path:
     path = given_path(name)
     if not path.is_file():
         raise UsageError(f"{name} is no perplexity text: give {', '.join(NAMED_TEXTS)} or a file that is there.")
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"The perplexity text {name} may not be read (permission denied): name another.")
     if format_of(path) is None:
         raise UsageError(f"The perplexity text {name} is no kind of file that is read here: use {', '.join(FORMATS)}.")
     return path

@@ -176,6 +176,8 @@ def _locate(name: str, *, weights: bool = False) -> str:
     `weights`: they will be read, so what the cache has of them is checked.
     """
     path = Path(name).expanduser()
+    if not name.strip():
+        raise UsageError("model.name is empty: name a Hub id, a folder or a GGUF file")
     if name == EMBEDDED:
         file = embedded_file()
         if file is None:
@@ -187,6 +189,8 @@ def _locate(name: str, *, weights: bool = False) -> str:
         return str(converted(path, weights=weights))
     if path.is_dir():
         return str(path)
+    if path.is_file():
+        raise UsageError(f"{name} is a file: name the folder that holds the model, or a GGUF file")
     if path.is_absolute() or name.startswith((".", "~")):
         raise UsageError(f"{name} is not a folder with a model")
     return name

@@ -22,7 +22,7 @@ NO_COMPENSATION: dict[str, Any] = {"mean": False, "rank": 0}
 class Section(BaseModel):
     """Base of all sections: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):

@@ -107,6 +107,9 @@ def _candidates(folder: Path, depth: int) -> Iterator[tuple[Path, str | None]]:
 
     A sweep's directory stands for the runs that its manifest lists.
     """
+    if not os.access(folder, os.R_OK | os.X_OK):
+        yield folder, "it may not be read (permission denied)"
+        return
     if (listed := _runs_of_sweep(folder)) is not None:
         yield from ((path, None) for path in listed)
         return

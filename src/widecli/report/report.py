@@ -125,6 +125,10 @@ def write(report: Report, out: Path, formats: Sequence[str]) -> list[Path]:
         raise UsageError(f"{out} is a file; name a folder with --out")
     if out.is_dir() and any(out.iterdir()) and not (out / REPORT_DOCUMENT).is_file():
         raise UsageError(f"{out} is not empty and holds no earlier report; name another folder with --out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{out} cannot be made ({error.strerror}): name another folder with --out") from error
     tables = report.tables()
     texts: dict[str, str] = {}
     if "html" in formats:

@@ -192,7 +192,7 @@ class Trainer:
         if not (abs(lm) < float("inf") and abs(norm) < float("inf")):
             raise WideError(
                 f"the loss is not finite at step {step + 1} (loss {lm}, gradient norm {norm}); the last checkpoint is "
-                f"intact: resume from it with a lower train.learning_rate or check the data"
+                "intact: check the data, or start another run with a lower learning rate"
             )
         parts = {p for _, p in self.routed.decisions}
         return StepRecord(
