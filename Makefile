@@ -26,7 +26,7 @@ test: $(READY) ## Run the tests, a file at a time on each of two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-slow: $(READY) ## Run those that take longest: whole commands in processes of their own, large interpreted kernels
-	$(BIN)/python -m pytest -n 2 --dist load -m slow
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
 test-all: test-slow test ## Run both
 

@@ -138,6 +138,7 @@ def test_a_folder_to_compile_into_that_cannot_be_used_costs_a_warning(
     assert os.environ[variable] == str(tmp_path / "new") and not said
 
 
+@pytest.mark.slow
 def test_a_command_runs_though_nothing_can_be_compiled_into_the_folder_named(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "widecli", "profile", "--shape", "128x256x2", "--gen", "4", "--seconds", "0.01"]
     paths = os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p)

@@ -25,6 +25,7 @@ TINY = model_shape("32x64")
 
 
 @pytest.mark.parametrize("rows", [3, 140])
+@pytest.mark.slow
 def test_every_timed_case_is_right_and_so_are_its_baselines(rows: int, device: str) -> None:
     sizes = cases.Sizes(TINY, rows, 16, 0.5, torch.float16, device)
     found = [*cases.ffn_cases(sizes, set(bench.FFN_OPS), gather=True), ffn_case(sizes)]

@@ -42,6 +42,7 @@ def test_torch_multiplies_only_what_each_token_executes() -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(rows=st.integers(1, 400), groups=st.integers(1, 12), length=st.integers(1, 8), seed=st.integers(0, 99))
+@pytest.mark.slow
 def test_rows_of_a_segment_are_sorted_so_that_neighbours_differ_in_few_groups(
     rows: int, groups: int, length: int, seed: int
 ) -> None:

@@ -107,6 +107,7 @@ def test_splits_share_out_what_stands_in(rows: int, splits: int) -> None:
 
 
 @pytest.mark.parametrize("accumulate", ["fp32", "deterministic"])
+@pytest.mark.slow
 def test_many_rows_start_from_what_stands_in(accumulate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from wide_kernels.gemm_k import triton
 

@@ -150,6 +150,7 @@ def test_transformers_that_does_not_fit_is_said_and_left_out(wide: Wide, monkeyp
     assert any("no time to compile it" in note for note in done.document["notes"])
 
 
+@pytest.mark.slow
 def test_what_compensation_costs_is_seen_in_one_run(wide: Wide, workplace: Path) -> None:
     grid = ("--prompt", 16, "--sparsity", "0.25,0.5,0.75", "--G", 16, "--throughput", "--breakdown", "--batch", "1,2")
     done = wide("profile", *SHAPE, *grid, "--compensation", "none,8,0", "--run-dir", "kept/one", "--json")

@@ -171,6 +171,7 @@ def test_a_resumed_run_measures_the_cells_again_that_had_no_time_for_transformer
     wide(*grid).refused_with("holds a finished run")
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_measure_into_one_directory(
     wide: Wide, start_wide: Start, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,6 +139,7 @@ def test_every_point_is_calibrated_and_evaluated_and_the_dense_model_once(
     assert both.document["models"] == report.document["models"] and both.document["skipped"] == []
 
 
+@pytest.mark.slow
 def test_points_that_differ_in_grouping_and_compensation_are_runs_of_their_own_and_the_table_shows_the_keys(
     wide: Wide, tiny_recipe: Path, ran: list[list[str]], workplace: Path
 ) -> None:
