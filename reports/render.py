@@ -236,12 +236,11 @@ def write_pages() -> None:
     Without matplotlib the plot stays as it is.
     """
     with chdir(HERE.parent):  # paths in the page are as seen from there
-        sweep, whole = (
-            build([f"reports/{name}" for name in names]) for names in ((SWEEP,), (SWEEP, PATTERNS, "profile", SCALING))
-        )
+        everything = (SWEEP, PATTERNS, REGROUPED, "profile", SCALING)
+        sweep, whole = (build([f"reports/{name}" for name in names]) for names in ((SWEEP,), everything))
     (HERE / SWEEP / "README.md").write_text(markdown_page(sweep))
     (HERE / "page" / "index.html").write_text(html_page(whole))
-    draw_first(whole, "pareto-smollm2-135m-perplexity-wikitext2-flops", "pareto.png")
+    draw_first(whole, "pareto-smollm2-135m-perplexity-wikitext2-60-flops-gross", "pareto.png")
 
 
 def draw_first(report: Report, name: str, picture: str) -> None:

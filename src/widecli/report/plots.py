@@ -19,6 +19,7 @@ PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7
 PUBLISHED_COLOUR = "#777777"
 _MOST_TICKS = 10
 _CAPTION_WIDTH = 128  # characters of a line below a plot
+_TITLE_WIDTH = 66  # of a line above it
 _HEIGHT = 4.4
 _LINE = 0.03  # of that
 _LEGEND_ROW = 0.17
@@ -59,7 +60,7 @@ def draw(chart: Chart, kind: str) -> bytes:
         axes.annotate(text, _scaled(chart, mark), shift, textcoords="offset points", fontsize=7.5, color="#444444")
     axes.set_xlabel(chart.x_label)
     axes.set_ylabel(chart.y_label)
-    axes.set_title(chart.title, fontsize=11, loc="left")
+    axes.set_title(textwrap.fill(chart.title, _TITLE_WIDTH), fontsize=11, loc="left")
     axes.grid(True, color="#e6e6e6", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.margins(x=0.09, y=0.1)
@@ -161,7 +162,7 @@ def draw_heat_map(heat: HeatMap, kind: str) -> bytes:
         axes.set_xticks(range(0, columns, step), [heat.columns[i] for i in range(0, columns, step)], fontsize=7)
     axes.set_xlabel(heat.x_label)
     axes.set_ylabel(heat.y_label)
-    axes.set_title(heat.title, fontsize=10, loc="left")
+    axes.set_title(textwrap.fill(heat.title, _TITLE_WIDTH), fontsize=10, loc="left")
     figure.colorbar(image, ax=axes, label=heat.value_label, fraction=0.03, pad=0.01)
     return _bytes(figure, kind)
 
