@@ -34,6 +34,22 @@ def load(folder: Path, **section: Any) -> Any:
     return load_backbone(ModelSection(name=str(folder), **section), torch.device("cpu"))
 
 
+def test_weights_stored_as_whole_numbers_need_a_config_that_says_what_they_stand_for(folder: Path) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    with_weights(folder, lambda t: t.update({name: (t[name] * 1000).round().clamp(-127, 127).to(torch.int8)}))
+    with pytest.raises(
+        UsageError, match=f"whole numbers \\({name} is I8\\) and its config.json has no quantization_config"
+    ):
+        load(folder)
+
+
+def test_whole_numbers_that_are_no_weights_are_nobody_s_business(folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"order": torch.arange(8, dtype=torch.int32)}, folder / "channels.safetensors")
+    load(folder)
+
+
 def without(name: str) -> Callable[[Tensors], Any]:
     return lambda tensors: tensors.pop(name)
 

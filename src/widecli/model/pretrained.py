@@ -70,7 +70,27 @@ def read_model(name: str, place: str, revision: str | None = None, **options: An
             )
         misshaped = [str(key[0] if isinstance(key, tuple) else key) for key in info["mismatched_keys"]]
         refuse_misfit(name, info["missing_keys"], info["unexpected_keys"], misshaped)
+        if getattr(model.config, "quantization_config", None) is None:
+            refuse_whole_numbers(name, place, dict(model.named_parameters()).keys())
     return model
+
+
+def refuse_whole_numbers(name: str, place: str, weights: Collection[str]) -> None:
+    """Raise UsageError naming the first of these `weights` that a local folder stores as whole numbers.
+
+    Without a quantization config nobody knows their scales, and transformers takes -127 to 127 as the weights.
+    """
+    from safetensors import safe_open
+
+    for file in sorted(Path(place).glob("*.safetensors")) if Path(place).is_dir() else ():
+        with safe_open(file, framework="pt") as tensors:
+            for key in sorted(set(weights) & set(tensors.keys())):
+                stored = str(tensors.get_slice(key).get_dtype())
+                if stored[0] in "IU":
+                    raise UsageError(
+                        f"the weights of {name} are whole numbers ({key} is {stored}) and its config.json has no "
+                        "quantization_config that says what they stand for: take a copy of the model that has one"
+                    )
 
 
 @contextmanager
