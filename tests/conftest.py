@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Read once at import by the Hub's libraries: set before any test module imports them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -28,6 +29,11 @@ if not torch.cuda.is_available():
     # tests of the kernels themselves want that; all others take the torch backend (tests/kernels lifts it for its own).
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["WIDE_KERNELS_BACKEND"] = "torch"
+
+# The same examples in every run: a change is judged by its own failures. HYPOTHESIS_PROFILE=hunt looks for new ones.
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("hunt", derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
