@@ -103,6 +103,10 @@ def test_a_folder_that_lacks_a_weight_is_refused(tmp_path: Path, group: ranks.Ra
         (lambda f: with_value(f, "model.layers.1.mlp.up_proj.weight", float("nan")), r"not finite: .*1\.mlp\.up_proj"),
         (lambda f: with_value(f, "model.norm.weight", float("inf")), r"not finite: model\.norm\.weight"),
         (lambda f: with_adapter(f, f), "an adapter beside it"),
+        (
+            lambda f: with_weights(f, lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)})),
+            r"whole numbers \(model\.norm\.weight is I8\)",
+        ),
     ],
 )
 def test_a_folder_that_is_not_what_it_says_is_refused_in_parts_too(

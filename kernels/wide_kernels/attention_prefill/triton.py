@@ -1,7 +1,9 @@
 """Triton: flash attention of gathered queries, one tile a program, each row of the output written once.
 
-index of rows --> q of BM rows that run the head --+
-K, V block by block ------------------------------> scores --> softmax so far --> x V --> rows of out, each once
+The softmax goes along with the keys, so that no scores are kept.
+
+    index of rows --> q of BM rows that run the head --+
+    K, V block by block ------------------------------> scores --> softmax so far --> x V --> rows of out, each once
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 

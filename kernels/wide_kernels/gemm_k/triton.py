@@ -1,7 +1,9 @@
 """Triton: the down projection over executed groups only, for many rows.
 
-mask --> rows sorted by pattern, segment by segment --> tiles of rows that need the same few groups
-h of a tile's rows, needed groups only --x weight--> one segment's share --added--> out
+What rows skip is never read.
+
+    mask --> rows sorted by pattern, segment by segment --> tiles of rows that need the same few groups
+    h of a tile's rows, needed groups only --x weight--> one segment's share --added--> out
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 

@@ -1,7 +1,9 @@
 """Triton: gathered rows times the weights of one group, for many rows, from a layout.
 
-layout --> rows that run group g --> their x --x weight of g--> bias, activation --> out[rows, columns of g]
-       --> rows that skip it -------------------------------------> zeros --------> out[rows, columns of g]
+Every tile belongs to one group.
+
+    layout --> rows that run group g --> their x --x weight of g--> bias, activation --> out[rows, columns of g]
+           --> rows that skip it -------------------------------------> zeros --------> out[rows, columns of g]
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 

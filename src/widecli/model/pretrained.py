@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,21 +70,33 @@ def read_model(name: str, place: str, revision: str | None = None, **options: An
             )
         misshaped = [str(key[0] if isinstance(key, tuple) else key) for key in info["mismatched_keys"]]
         refuse_misfit(name, info["missing_keys"], info["unexpected_keys"], misshaped)
-        if getattr(model.config, "quantization_config", None) is None:
-            refuse_whole_numbers(name, place, dict(model.named_parameters()).keys())
+        if Path(place).is_dir() and "gguf_file" not in options:
+            refuse_whole_numbers(name, Path(place), model)
     return model
 
 
-def refuse_whole_numbers(name: str, place: str, weights: Collection[str]) -> None:
-    """Raise UsageError naming the first of these `weights` that a local folder stores as whole numbers.
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold a folder's model, by its index where it has one."""
+    with suppress(OSError, ValueError, KeyError):
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        return [folder / name for name in sorted(set(index["weight_map"].values()))]
+    whole = folder / "model.safetensors"
+    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+
+
+def refuse_whole_numbers(name: str, folder: Path, model: nn.Module) -> None:
+    """Raise UsageError naming the first weight of the model that its folder stores as whole numbers.
 
     Without a quantization config nobody knows their scales, and transformers takes -127 to 127 as the weights.
     """
     from safetensors import safe_open
 
-    for file in sorted(Path(place).glob("*.safetensors")) if Path(place).is_dir() else ():
+    if getattr(model.config, "quantization_config", None) is not None:
+        return
+    weights = {key for key, _ in model.named_parameters()}
+    for file in weight_files(folder):
         with safe_open(file, framework="pt") as tensors:
-            for key in sorted(set(weights) & set(tensors.keys())):
+            for key in sorted(weights & set(tensors.keys())):
                 stored = str(tensors.get_slice(key).get_dtype())
                 if stored[0] in "IU":
                     raise UsageError(

@@ -8,8 +8,6 @@ final norm and head stay whole: the loss reads the head outside of any layer.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +22,13 @@ from widecli.errors import UsageError
 from widecli.model.backbone import Backbone, default_device, empty_backbone, resolve_dtype
 from widecli.model.families import family_of
 from widecli.model.identity import BackboneIdentity, hash_of_values
-from widecli.model.pretrained import explained, refuse_misfit, refuse_not_finite
+from widecli.model.pretrained import (
+    explained,
+    refuse_misfit,
+    refuse_not_finite,
+    refuse_whole_numbers,
+    weight_files,
+)
 from widecli.ranks import Ranks
 from widecli.train.estimate import WHOLE_UP_TO
 
@@ -84,6 +88,7 @@ def load_sharded(section: ModelSection, sharding: Sharding, ranks: Ranks) -> Bac
     allocate(model, sharding, device)
     with explained(section.name, str(folder)):
         _refuse_misfit(section.name, model, folder)
+        refuse_whole_numbers(section.name, folder, model)
         _read_parts(model, folder)
     model.eval().requires_grad_(False)
     refuse_not_finite(section.name, model)
@@ -159,22 +164,13 @@ def _refuse_misfit(name: str, model: nn.Module, folder: Path) -> None:
     from safetensors import safe_open
 
     there: set[str] = set()
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
             there.update(file.keys())
     wanted = {key for key, _ in model.named_parameters()}
     # what transformers passes over: a head that is tied to the embedding, and buffers that older files hold
     passed_over = model.state_dict().keys() | {key for key in there if key.endswith("rotary_emb.inv_freq")}
     refuse_misfit(name, wanted - there, there - wanted - passed_over)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that hold the model, by its index where it has one."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        return [folder / name for name in sorted(set(index["weight_map"].values()))]
-    whole = folder / "model.safetensors"
-    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
 
 
 def _read_parts(model: nn.Module, folder: Path) -> None:
@@ -198,7 +194,7 @@ def _hash_of_files(model: nn.Module, folder: Path) -> str | None:
     dtype = next(model.parameters()).dtype
     if dtype == torch.float16:
         return None
-    opened: list[Any] = [safe_open(path, framework="pt") for path in _weight_files(folder)]
+    opened: list[Any] = [safe_open(path, framework="pt") for path in weight_files(folder)]
     where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - it is no mapping
 
     def values(name: str, index: Tensor) -> Tensor:
